@@ -1,0 +1,40 @@
+# `make up` and `make test` do all their own set-up on a fresh machine with Python 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: up test soak bench lint format clean
+
+# The stamp is newer than what it was made from, so a changed requirement installs again and an unchanged one costs nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+up: $(VENV)/.installed
+	$(BIN)/kvyard up $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/kvyard fetch-model
+	$(BIN)/pytest $(ARGS)
+
+soak: $(VENV)/.installed
+	$(BIN)/kvyard fetch-model
+	$(BIN)/pytest -m soak $(ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/kvyard fetch-model
+	$(BIN)/python -m tools.bench $(ARGS)
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
