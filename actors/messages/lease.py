@@ -5,6 +5,9 @@ Times that cross a machine are durations in seconds, never points of a clock. Id
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -51,7 +54,13 @@ class Ticket(msgspec.Struct, frozen=True):
     lease_id: int
     capability: bytes  # 16 random bytes; whoever has them may read and release
     num_tokens: int  # whose KV the blocks hold, from the prompt's start
+    prompt_digest: bytes  # of the tokens that the blocks were computed from, see `prompt_digest`
     transport: str = "tcp"  # what the prefill side offers: "nixl" | "tcp"
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """16 bytes of BLAKE2b over the tokens as int32: a ticket serves the very prompt it was made for, and no other."""
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
 class RefusedLease(StrEnum):

@@ -56,6 +56,7 @@ class GrantLease(msgspec.Struct, frozen=True, tag=True):
     generation: int
     block_ids: bytes  # int32 little-endian
     num_tokens: int
+    prompt_digest: bytes  # goes into the ticket
 
 
 class RevokeLease(msgspec.Struct, frozen=True, tag=True):

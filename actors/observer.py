@@ -1,0 +1,36 @@
+"""What the actors tell of themselves to whoever measures: handed in, so that no actor reaches for a metrics library."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and running totals after a step or event."""
+
+    running: int = 0
+    waiting: int = 0
+    skipped: int = 0
+    blocks_free: int = 0
+    blocks_held: int = 0
+    blocks_fenced: int = 0
+    blocks_leased: int = 0
+    blocks_quarantined: int = 0
+    prefix_hit_tokens_total: int = 0
+    preemptions_total: int = 0
+    late_events_total: int = 0
+
+
+class Observer(Protocol):
+    def stats_changed(self, stats: EngineStats) -> None: ...
+    def step_completed(self, num_tokens: int, num_requests: int, seconds: float) -> None: ...
+    def load_ended(self, outcome: str, seconds: float, num_bytes: int) -> None:
+        """outcome: "landed" | "failed" | "recomputed"."""
+
+    def blocks_sent(self, num_bytes: int) -> None: ...
+    def lease_expired(self) -> None: ...
+    def peer_lost(self, engine_id: str) -> None: ...
+    def load_refused_by_layout(self, peer_engine_id: str, detail: str) -> None:
+        """The peer's KV layout differs: the router must stop pairing the two."""
