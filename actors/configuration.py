@@ -78,8 +78,12 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[Literal["cpu", "cuda"], Meta(description="where the model runs")] = "cpu"
     dtype: Annotated[DType, Meta(description="of weights, activations and KV cache")] = "bfloat16"
     kv_memory: Annotated[
-        int, Meta(ge=1, description="size of the KV pool, at least one full context", extra={"unit": "bytes"})
-    ] = 1 << 30
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="size of the KV pool; default: 1GiB, or one full context if that is more",
+            extra={"unit": "bytes"},
+        ),
+    ] = None
     block_size: Annotated[Count, Meta(description="tokens per KV block")] = 16
     max_model_len: Annotated[int, Meta(ge=0, description="longest sequence, tokens; 0: the model's context")] = 0
     max_num_batched_tokens: Annotated[Count, Meta(description="token budget of one step")] = 2048

@@ -21,10 +21,14 @@ class OutputStream:
         self._limit = limit
         self._pending: RequestOutput | None = None
         self._ready = anyio.Event()
+        self._closing = False  # the finish is in; whatever comes later is not
         self._ended = False
 
     def put(self, output: RequestOutput) -> bool:
         """Hands over what a step did. False: the reader is more than `limit` tokens behind."""
+        if self._closing:
+            return True
+        self._closing = output.finish_reason is not None
         pending = self._pending
         if pending is not None:
             output = msgspec.structs.replace(

@@ -1,0 +1,161 @@
+"""SchedulerActor: the step loop around the pure scheduler core.
+
+In every turn: apply what has happened (all messages in the mailbox) → expire deadlines → plan while a place in flight
+is free (promotion of parked requests is part of planning) → hand the core's effects to whom they concern. Every event
+wakes it through its mailbox, deadlines through an alarm; it never polls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import anyio
+
+from actors.health import Watchdog
+from actors.kernel.actor import Actor
+from actors.kernel.address import Address
+from actors.kernel.reply import Reply
+from actors.messages.admission import (
+    AbortRequest,
+    AddRequest,
+    PublishOutputs,
+    ReportBlocks,
+    StoryOf,
+    Tick,
+)
+from actors.messages.errors import ActorFailed
+from actors.messages.plan import StepFailed, StepPlan, StepResult
+from actors.messages.request import RequestOutput
+from actors.messages.transfer import (
+    BlocksLanded,
+    BlocksQuiet,
+    BlocksSent,
+    LeaseDenied,
+    LeaseExpired,
+    LeaseGranted,
+    PeerLost,
+    TransferFailed,
+    TransferOrder,
+    TransferReport,
+)
+from actors.observer import EngineStats, Observer
+from actors.scheduling.core import SchedulerCore
+from actors.worker_settings import SCHEDULER_WINDOW
+
+SchedulerMessage = AddRequest | AbortRequest | StoryOf | ReportBlocks | StepResult | StepFailed | TransferReport | Tick
+
+
+class SchedulerActor(Actor[SchedulerMessage]):
+    mailbox_size = SCHEDULER_WINDOW
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        *,
+        clock: Callable[[], float],
+        observer: Observer,
+        watchdog: Watchdog,
+        recompute_failed_loads: bool,
+        depth: int = 1,
+    ) -> None:
+        """`depth`: most steps in flight. The others' addresses come with `connect`, since they need this one's."""
+        super().__init__("scheduler")
+        self._core, self._clock, self._observer, self._watchdog = core, clock, observer, watchdog
+        self._failed_load = "recomputed" if recompute_failed_loads else "failed"
+        self._depth = depth
+        self._in_flight: dict[int, tuple[StepPlan, float]] = {}
+        self._alarm = anyio.CancelScope()
+        self._stats = EngineStats()
+
+    def connect(
+        self, admission: Address[PublishOutputs], executor: Address[StepPlan], transfer: Address[TransferOrder]
+    ) -> None:
+        self._admission, self._executor, self._transfer = admission, executor, transfer
+
+    async def started(self) -> None:
+        self.tasks.start_soon(self._ring)
+
+    async def receive(self, message: SchedulerMessage, reply: Reply) -> None:
+        now = self._clock()
+        match message:
+            case StepResult():
+                self._complete(message, now)
+            case AddRequest():
+                self._core.add(message.request, now)
+            case AbortRequest():
+                self._core.abort(message.request_id, now, message.reason)
+            case StoryOf():
+                reply.send(self._core.story(message.request_id))
+            case ReportBlocks():
+                reply.send(self._core.blocks_report(now))
+            case StepFailed():
+                raise ActorFailed("executor", f"step {message.step}: {message.error}")
+            case Tick():
+                pass
+            case _:
+                self._core.apply(message, now)
+                self._observe(message)
+
+    async def settled(self) -> None:
+        now = self._clock()
+        self._core.expire(now)
+        while len(self._in_flight) < self._depth and self._core.has_runnable():
+            plan = self._core.schedule(now)
+            if not plan.request_ids:
+                break
+            self._in_flight[plan.step] = (plan, now)
+            self._watchdog.step_dispatched(plan.step, plan.num_tokens, now)
+            await self._executor.tell(plan)
+        self._watchdog.runnable(not self._in_flight and self._core.has_runnable(), now)
+        await self._deliver()
+        deadline = self._core.next_deadline()
+        self._alarm.deadline = math.inf if deadline is None else deadline
+        self._publish_stats()
+
+    def _complete(self, result: StepResult, now: float) -> None:
+        plan, dispatched = self._in_flight.pop(result.step)
+        self._core.apply(result, now)
+        self._watchdog.step_completed(result.step, now)
+        self._observer.step_completed(plan.num_tokens, len(plan.request_ids), now - dispatched)
+
+    async def _deliver(self) -> None:
+        outputs: list[RequestOutput] = []
+        for effect in self._core.take_effects():
+            if isinstance(effect, RequestOutput):
+                outputs.append(effect)
+            else:
+                await self._transfer.tell(effect)
+        if outputs:
+            await self._admission.tell(PublishOutputs(tuple(outputs)))
+
+    def _observe(self, report: TransferReport) -> None:
+        match report:
+            case BlocksLanded():
+                self._observer.load_ended("landed", report.seconds, report.num_bytes)
+            case TransferFailed():
+                if report.reason != "cancelled":
+                    self._observer.load_ended(self._failed_load, 0.0, 0)
+                if report.reason == "incompatible":
+                    self._observer.load_refused_by_layout(report.peer_engine_id, report.detail)
+            case LeaseExpired():
+                self._observer.lease_expired()
+            case PeerLost():
+                self._observer.peer_lost(report.engine_id)
+            case BlocksSent() | BlocksQuiet() | LeaseGranted() | LeaseDenied():
+                pass
+
+    def _publish_stats(self) -> None:
+        stats = self._core.stats()
+        if stats != self._stats:
+            self._stats = stats
+            self._watchdog.quarantined(stats.blocks_quarantined)
+            self._observer.stats_changed(stats)
+
+    async def _ring(self) -> None:
+        """Sleeps until the alarm's deadline, which `settled` moves; then a Tick wakes the actor."""
+        while True:
+            with anyio.CancelScope(deadline=self._alarm.deadline) as self._alarm:
+                await anyio.sleep_forever()
+            await self.address.tell(Tick())
+            self._alarm = anyio.CancelScope()

@@ -1,0 +1,66 @@
+"""`kvyard serve`: one engine. Reads the flags, fetches the model, runs the engine process until it ends.
+
+Exit codes: 0 after a drain, 1 when it cannot start here (port, cache), 2 for a wrong flag or unusable weights, 70 when an
+actor or the worker died.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from actors.configuration import EngineConfiguration
+from tools.flags import WrongFlag, configuration_from, options_of
+
+
+@click.command()
+@options_of(EngineConfiguration)
+def serve(**values: Any) -> None:
+    """Serve one engine: prefill, decode or both."""
+    from actors.kernel.process import die_with_parent
+    from actors.kernel.run import run
+    from actors.messages.errors import ConfigurationError
+    from api.engine_process import run_engine
+    from runner.store.store import resolve
+
+    die_with_parent()
+    configuration = identified(configuration_from(EngineConfiguration, values))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        secret = deployment_secret(configuration)
+        description = resolve(configuration.model, progress=partial(click.echo, err=True))
+        sys.exit(run(partial(run_engine, configuration, description, secret)))
+    except ConfigurationError as error:
+        click.echo(f"kvyard serve: {error}", err=True)
+        sys.exit(1)
+
+
+def identified(configuration: EngineConfiguration) -> EngineConfiguration:
+    """With an engine id and an epoch: those given, else made from role, port, clock."""
+    return msgspec.structs.replace(
+        configuration,
+        engine_id=configuration.engine_id or f"{configuration.role}-{configuration.port}-{secrets.token_hex(3)}",
+        epoch=configuration.epoch or time.time_ns() // 1_000_000,
+    )
+
+
+def deployment_secret(configuration: EngineConfiguration) -> bytes | None:
+    """The bytes of --kv-secret-file. Raises ConfigurationError; WrongFlag where a role cannot do without."""
+    from connectors.ticket import read_secret
+
+    if configuration.kv_secret_file is not None:
+        return read_secret(Path(configuration.kv_secret_file))
+    if configuration.role != "both":
+        raise WrongFlag(
+            f"--role {configuration.role} hands KV blocks over and needs --kv-secret-file: "
+            "write 32 random bytes into a file and give the same file to all engines"
+        )
+    return None
