@@ -1,7 +1,7 @@
 """AdmissionActor: the door of the engine. It owns the output streams, the queue limits, aborts and finished stories.
 
-It knows nothing of blocks or steps; it and the scheduler meet only through messages. Invariant: every accepted request is
-in `_live` until its finish was handed to its stream, and its stream ends exactly once. A refused request that carries a
+It knows nothing of blocks or steps; it and the scheduler meet only through messages. Invariant: every accepted request
+is in `_live` until its finish was handed to its stream, and its stream ends exactly once. A refused request with a
 ticket has its release obligation discharged here.
 """
 

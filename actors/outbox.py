@@ -2,7 +2,8 @@
 
 Two actors that wait for each other's full mailboxes stand still for ever. So nobody waits in a circle: the scheduler
 may wait for the AdmissionActor, the executor and the TransferActor, and what these three owe to the scheduler leaves
-from a task beside their `receive`. An outbox needs no bound of its own: it holds at most an add and an abort per live request.
+from a task beside their `receive`. An outbox needs no bound of its own: it holds at most an add and an abort per
+live request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine process: the HTTP endpoint, the AdmissionActor and the SchedulerActor, and the worker process below it.
 
-One failure domain: when an actor raises or the worker dies, every request gets its typed error and the process ends with
-70. This module owns the composition and nothing else; each part is handed what it needs.
+One failure domain: when an actor raises or the worker dies, every request gets its typed error and the process ends
+with 70. This module owns the composition and nothing else; each part is handed what it needs.
 """
 
 from __future__ import annotations

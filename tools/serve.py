@@ -1,7 +1,7 @@
 """`kvyard serve`: one engine. Reads the flags, fetches the model, runs the engine process until it ends.
 
-Exit codes: 0 after a drain, 1 when it cannot start here (port, cache), 2 for a wrong flag or unusable weights, 70 when an
-actor or the worker died.
+Exit codes: 0 after a drain, 1 when it cannot start (port, cache, weights), 2 for a wrong flag, 70 when an actor or the
+worker died.
 """
 
 from __future__ import annotations
