@@ -80,8 +80,8 @@ class AdmissionActor(Actor[AdmissionMessage]):
         self._waiting_requests = self._waiting_tokens = 0
         self._seconds_per_admission = 0.0  # moving average between two first tokens while a queue exists
         self._last_first_token: float | None = None
-        self._draining: Reply | None = None
-        self._closed = False
+        self._drained: Reply | None = None
+        self.draining = False
 
     async def started(self) -> None:
         self.tasks.start_soon(self._orders.run)
@@ -105,12 +105,12 @@ class AdmissionActor(Actor[AdmissionMessage]):
             case ReleaseTicket():
                 self._releases.post(message)
             case Drain():
-                self._closed, self._draining = True, reply
+                self.draining, self._drained = True, reply
 
     async def settled(self) -> None:
-        if self._draining is not None and not self._live:
-            self._draining.send(None)
-            self._draining = None
+        if self._drained is not None and not self._live:
+            self._drained.send(None)
+            self._drained = None
 
     async def stopped(self) -> None:
         for live in self._live.values():
@@ -136,7 +136,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
 
     def _check(self, request: EngineRequest) -> None:
         limits, num_prompt = self._limits, len(request.prompt_token_ids)
-        if self._closed:
+        if self.draining:
             raise RequestRefused(RefusalReason.ENGINE_UNAVAILABLE, "the engine is shutting down; send it to another")
         if request.request_id in self._live:
             raise RequestRefused(

@@ -1,0 +1,190 @@
+"""The door, with real mailboxes and a scheduler that only writes down what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from actors.admission import AdmissionActor, AdmissionLimits
+from actors.kernel.actor import Actor
+from actors.kernel.reply import Reply
+from actors.kernel.system import ActorSystem
+from actors.messages.admission import (
+    AbortRequest,
+    AddRequest,
+    PublishOutputs,
+    RequestStory,
+    ResponseClosed,
+    StoryOf,
+    SubmitRequest,
+)
+from actors.messages.errors import RefusalReason, RequestRefused
+from actors.messages.lease import Ticket
+from actors.messages.request import EngineRequest, FinishReason, RequestOutput, StoryInterval
+from actors.messages.supervision import Drain
+from actors.messages.transfer import ReleaseTicket
+
+LIMITS = AdmissionLimits(
+    max_model_len=100,
+    block_size=4,
+    capacity_blocks=20,
+    max_waiting_requests=3,
+    max_waiting_tokens=50,
+    max_unread_tokens=4,
+)
+TICKET = Ticket("prefill-0", 1, "127.0.0.1", 1, 7, b"c" * 16, 8, b"d" * 16)
+
+
+class Recorder(Actor[Any]):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.messages: list[Any] = []
+        self.changed = anyio.Event()
+
+    async def receive(self, message: Any, reply: Reply) -> None:
+        self.messages.append(message)
+        self.changed.set()
+
+    async def wait_for(self, count: int) -> list[Any]:
+        with anyio.fail_after(5):
+            while len(self.messages) < count:
+                self.changed = anyio.Event()
+                await self.changed.wait()
+        return self.messages
+
+
+class Door:
+    def __init__(self, system: ActorSystem) -> None:
+        self.system, self.now = system, 10.0
+        self.scheduler, self.transfer = Recorder("scheduler"), Recorder("transfer")
+        self.actor = AdmissionActor(LIMITS, self.scheduler.address, self.transfer.address, lambda: self.now)
+        self.address = self.actor.address
+
+    async def submit(self, request_id: str, prompt: int = 4, max_tokens: int = 4, **fields: Any) -> Any:
+        request = EngineRequest(request_id, tuple(range(prompt)), max_tokens=max_tokens, **fields)
+        return await self.address.ask(SubmitRequest(request), 5)
+
+    async def refused(self, *arguments: Any, **fields: Any) -> RequestRefused:
+        with pytest.raises(RequestRefused) as raised:
+            await self.submit(*arguments, **fields)
+        return raised.value
+
+    async def publish(self, *outputs: RequestOutput) -> None:
+        await self.address.tell(PublishOutputs(outputs))
+
+
+@asynccontextmanager
+async def a_door() -> AsyncIterator[Door]:
+    async with ActorSystem() as system:
+        door = Door(system)
+        for actor in (door.scheduler, door.transfer, door.actor):
+            await system.start(actor)
+        yield door
+
+
+async def test_a_request_goes_to_the_scheduler_and_its_outputs_to_its_stream() -> None:
+    async with a_door() as door:
+        stream = await door.submit("a")
+        assert isinstance((await door.scheduler.wait_for(1))[0], AddRequest)
+        await door.publish(RequestOutput("a", (1,)), RequestOutput("stranger", (9,)))
+        await door.publish(RequestOutput("a", (2,), FinishReason.LENGTH))
+        assert sum([output.token_ids async for output in stream], ()) == (1, 2)
+
+
+async def test_both_numbers_are_in_the_refusal_of_a_long_prompt() -> None:
+    async with a_door() as door:
+        refusal = await door.refused("a", prompt=90, max_tokens=11)
+        assert refusal.reason is RefusalReason.CONTEXT_LENGTH_EXCEEDED
+        assert "101" in refusal.text
+        assert "100" in refusal.text
+        assert door.scheduler.messages == []
+
+
+async def test_what_can_never_fit_the_pool_is_refused_and_what_just_fits_is_not() -> None:
+    async with a_door() as door:
+        # 20 blocks of 4 hold 80 tokens; the last sampled one needs no place.
+        await door.submit("fits", prompt=40, max_tokens=41)
+        refusal = await door.refused("a", prompt=40, max_tokens=42)
+        assert refusal.reason is RefusalReason.EXCEEDS_KV_CAPACITY
+        assert "21 KV blocks" in refusal.text
+
+
+async def test_the_queue_is_limited_in_requests_until_first_tokens_come() -> None:
+    async with a_door() as door:
+        for name in "abc":
+            await door.submit(name)
+        refusal = await door.refused("d")
+        assert refusal.reason is RefusalReason.QUEUE_FULL
+        assert refusal.retry_after is not None
+        assert refusal.retry_after >= 1
+        await door.publish(RequestOutput("a", (1,)))
+        await door.submit("d")
+
+
+async def test_the_queue_is_limited_in_tokens_but_an_empty_one_takes_any_prompt() -> None:
+    async with a_door() as door:
+        await door.submit("long", prompt=60)
+        assert (await door.refused("short", prompt=1)).reason is RefusalReason.QUEUE_FULL
+
+
+async def test_a_passed_deadline_is_refused_before_prefill_and_its_ticket_released() -> None:
+    async with a_door() as door:
+        refusal = await door.refused("a", prompt=8, deadline=9.0, ticket=TICKET)
+        assert refusal.reason is RefusalReason.DEADLINE_EXCEEDED
+        assert await door.transfer.wait_for(1) == [ReleaseTicket("a", TICKET)]
+        assert door.scheduler.messages == []
+
+
+async def test_a_slow_reader_is_aborted_and_told() -> None:
+    async with a_door() as door:
+        stream = await door.submit("a")
+        await door.publish(RequestOutput("a", (1, 2, 3, 4, 5)))
+        assert (await door.scheduler.wait_for(2))[1] == AbortRequest("a", "slow reader")
+        await door.publish(RequestOutput("a", (), FinishReason.ABORT))
+        assert (await anext(stream)).token_ids == (1, 2, 3, 4, 5)
+        with pytest.raises(RequestRefused) as raised:
+            await anext(stream)
+        assert raised.value.reason is RefusalReason.SLOW_READER
+
+
+async def test_the_end_of_the_engine_ends_every_stream_with_503() -> None:
+    async with a_door() as door:
+        stream = await door.submit("a")
+        await door.system.stop(door.address, 5)
+        with pytest.raises(RequestRefused) as raised:
+            await anext(stream)
+        assert raised.value.reason.http_status == 503
+
+
+async def test_a_story_has_no_gap_and_ends_with_the_response() -> None:
+    async with a_door() as door:
+        await door.submit("a", arrival=1.0)
+        story = (StoryInterval("queued", 1.0, 2.0), StoryInterval("prefill", 2.0, 9.0))
+        await door.publish(RequestOutput("a", (1,), FinishReason.STOP, story=story))
+        door.now = 12.0
+        await door.address.tell(ResponseClosed("a", "stop"))
+        expected = RequestStory("a", True, (*story, StoryInterval("response", 9.0, 12.0, "stop")))
+        assert await door.address.ask(StoryOf("a"), 5) == expected
+        assert await door.address.ask(StoryOf("nobody"), 5) is None
+
+
+async def test_a_drain_refuses_newcomers_and_waits_for_the_others() -> None:
+    async with a_door() as door:
+        await door.submit("a")
+        async with anyio.create_task_group() as tasks:
+            drained = anyio.Event()
+
+            async def drain() -> None:
+                await door.address.ask(Drain(5), 5)
+                drained.set()
+
+            tasks.start_soon(drain)
+            while not door.actor.draining:
+                await anyio.lowlevel.checkpoint()
+            assert (await door.refused("b")).reason is RefusalReason.ENGINE_UNAVAILABLE
+            assert not drained.is_set()
+            await door.publish(RequestOutput("a", (1,), FinishReason.STOP))
