@@ -1,59 +1,81 @@
-"""The one shape of an error, as OpenAI's API has it: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors as a client sees them: `{"error": {message, type, param, code}}`, with one HTTP status each.
 
-`code` is a `RefusalReason` value, so a program can tell a full queue from a dead engine; `type` is the wide class that
-OpenAI's clients know. Every error of every endpoint is made here.
+Owns the translation of every typed error of the engine into that shape; `middleware.py` puts it on the wire.
+Invariant: whatever goes wrong, a client gets a body of this one shape.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
-from aiohttp import web
 
-from actors.messages.errors import RefusalReason, RequestRefused
-
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
+from actors.messages.errors import ActorGone, AskTimeout, KvyardError, MailboxFull, RefusalReason, RequestRefused
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """JSON. `code` defaults to the type."""
-    kind = _TYPES.get(status, "server_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code or kind}})
+class ApiError(Exception):
+    """A request that ends with `status`. `param` names the field at fault; `headers` go out with the answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers or {}
+        super().__init__(message)
+
+    @property
+    def type(self) -> str:
+        return error_type(self.status)
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def error_response(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    retry_after: float | None = None,
-) -> web.Response:
-    """`retry_after` is seconds, sent rounded up."""
-    headers = {} if retry_after is None else {"Retry-After": str(max(1, math.ceil(retry_after)))}
-    body = error_body(status, message, param=param, code=code)
-    return web.Response(status=status, body=body, headers=headers, content_type="application/json")
+class InvalidRequest(ApiError):
+    """400: the field `param` is wrong. `code` is one of OpenAI's words for how."""
+
+    def __init__(self, message: str, param: str | None, code: str = "invalid_value") -> None:
+        super().__init__(400, message, code=code, param=param)
 
 
-def refusal_response(refused: RequestRefused) -> web.Response:
-    return error_response(
-        refused.reason.http_status,
-        refused.text,
-        param=refused.param,
-        code=refused.reason.value,
-        retry_after=refused.retry_after,
+def error_type(status: int) -> str:
+    """OpenAI's `type` of an error with this status."""
+    if status in (401, 403):
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def of_refusal(refusal: RequestRefused) -> ApiError:
+    headers = {}
+    if refusal.reason.http_status == 429:
+        # Whole seconds, at least one: RFC 9110 knows no fractions.
+        headers["Retry-After"] = str(max(1, math.ceil(refusal.retry_after or 1)))
+    return ApiError(
+        refusal.reason.http_status, refusal.text, code=refusal.reason.value, param=refusal.param, headers=headers
     )
 
 
-def error_event(reason: RefusalReason, message: str, *, param: str | None = None) -> bytes:
-    """The last event of a stream that fails after its first byte; no `[DONE]` follows it."""
-    return b"data: " + error_body(reason.http_status, message, param=param, code=reason.value) + b"\n\n"
+def of_exception(error: BaseException) -> ApiError | None:
+    """The client's view of a typed error; None for one that nobody planned."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRefused():
+            return of_refusal(error)
+        case ActorGone() | AskTimeout() | MailboxFull():
+            return ApiError(503, f"the engine cannot answer: {error}", code=RefusalReason.ENGINE_UNAVAILABLE.value)
+        case KvyardError():
+            return ApiError(500, str(error), code=RefusalReason.INTERNAL.value)
+        case _:
+            return None
