@@ -51,7 +51,7 @@ async def run_worker(settings: WorkerSettings) -> None:
     await loop.run_in_executor(thread, runner.warm_up)
     pool = runner.kv_pool
     async with anyio.create_task_group() as tasks, ActorSystem() as system:
-        link = Link(inherited_socket(), tasks)
+        link = Link(inherited_socket(), "the engine")
         results = link.address("scheduler", StepResult | StepFailed | TransferReport, type(None), SCHEDULER_WINDOW)
         startup = link.address("startup", WorkerReady, type(None), 1)
         executor = await system.start(ExecutorActor(runner, thread, results))

@@ -5,7 +5,6 @@ KV bytes and tensors stay in the worker; plans, results, orders and reports cros
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 
@@ -17,6 +16,7 @@ from actors.kernel.actor import Actor
 from actors.kernel.address import Address
 from actors.kernel.link import Link
 from actors.kernel.process import Child, spawn
+from actors.kernel.remote import RemoteAddress
 from actors.kernel.reply import Reply
 from actors.kernel.system import ActorSystem
 from actors.messages.errors import ConfigurationError
@@ -49,8 +49,8 @@ class WorkerProcess:
 
     def __init__(self, child: Child, link: Link, startup: StartupActor) -> None:
         self.child, self._link, self._startup = child, link, startup
-        self.executor: Address[StepPlan] = link.address("executor", StepPlan, type(None), EXECUTOR_WINDOW)
-        self.transfer: Address[TransferOrder] = link.address("transfer", TransferOrder, type(None), TRANSFER_WINDOW)
+        self.executor: RemoteAddress[StepPlan] = link.address("executor", StepPlan, type(None), EXECUTOR_WINDOW)
+        self.transfer: RemoteAddress[TransferOrder] = link.address("transfer", TransferOrder, type(None), TRANSFER_WINDOW)
 
     @property
     def pid(self) -> int:
@@ -68,8 +68,9 @@ class WorkerProcess:
         startup = StartupActor()
         await system.start(startup)
         argv = [sys.executable, "-m", "actors.worker", msgspec.json.encode(settings).decode()]
-        child = await spawn(argv, socket=True, env={**os.environ, **environment})
-        link = Link(child.socket, tasks)
+        child = await spawn(argv, socket=True, env=environment)
+        assert child.socket is not None
+        link = Link(child.socket, "the worker")
         link.expose(scheduler, StepResult | StepFailed | TransferReport, type(None))
         link.expose(startup.address, WorkerReady, type(None))
         tasks.start_soon(link.run)

@@ -34,6 +34,7 @@ class Engine:
         self.kv_secret = kv_secret
         self.metrics = EngineMetrics(self.engine_id)
         self.worker_pids: list[int] = []
+        self.transport: str = configuration.transport
         self.ready = False
         self._watchdog, self._silences = watchdog, silences
 

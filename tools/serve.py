@@ -11,7 +11,6 @@ import secrets
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -54,13 +53,13 @@ def identified(configuration: EngineConfiguration) -> EngineConfiguration:
 
 def deployment_secret(configuration: EngineConfiguration) -> bytes | None:
     """The bytes of --kv-secret-file. Raises ConfigurationError; WrongFlag where a role cannot do without."""
-    from connectors.ticket import read_secret
+    from connectors.ticket import load_secret
 
     if configuration.kv_secret_file is not None:
-        return read_secret(Path(configuration.kv_secret_file))
+        return load_secret(configuration.kv_secret_file)
     if configuration.role != "both":
         raise WrongFlag(
             f"--role {configuration.role} hands KV blocks over and needs --kv-secret-file: "
-            "write 32 random bytes into a file and give the same file to all engines"
+            "make one with `openssl rand -hex 32` and give the same file to all engines"
         )
     return None

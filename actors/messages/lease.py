@@ -108,6 +108,18 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag=True):
     remaining_s: float  # 0: gone
 
 
+class RenewLeases(msgspec.Struct, frozen=True, tag=True):
+    """One heartbeat for all leases that a reader holds of this owner. Unknown ones are ignored."""
+
+    epoch: int
+    lease_ids: tuple[int, ...]
+    capabilities: tuple[bytes, ...]  # same order
+
+
+class LeasesRenewed(msgspec.Struct, frozen=True, tag=True):
+    remaining_s: tuple[float, ...]  # in the order asked; 0: gone
+
+
 class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
     """The confirmation after the READ, or the refusal to read. The owner frees the blocks either way."""
 
@@ -141,5 +153,5 @@ class BlocksFollow(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int  # raw bytes right behind this frame, blocks in the order asked
 
 
-ControlRequest = OpenLease | RenewLease | ReleaseLease | ReadBlocks
-ControlReply = LeaseOpened | LeaseRefused | LeaseRenewed | LeaseReleased | BlocksFollow
+ControlRequest = OpenLease | RenewLease | RenewLeases | ReleaseLease | ReadBlocks
+ControlReply = LeaseOpened | LeaseRefused | LeaseRenewed | LeasesRenewed | LeaseReleased | BlocksFollow
