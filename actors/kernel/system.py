@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.kernel.actor import Actor
-from actors.kernel.address import Address, Watched
+from actors.kernel.address import Address, LocalAddress, Watched
 from actors.kernel.life import Life
 from actors.messages.errors import ActorGone, KvyardError
 
@@ -52,16 +52,17 @@ class ActorSystem:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         self._stopping = True
         deadline = anyio.current_time() + self._stop_seconds
         with anyio.CancelScope(shield=True):
             for life in reversed(list(self._lives.values())):
                 await self._stop(life, max(0.0, deadline - anyio.current_time()))
         self._tasks.cancel_scope.cancel()
-        return await self._tasks.__aexit__(kind, error, traceback)
+        # What the body raised is not handed to the task group: it would come out wrapped in an ExceptionGroup.
+        await self._tasks.__aexit__(None, None, None)
 
-    async def start(self, actor: Actor[M]) -> Address[M]:
+    async def start(self, actor: Actor[M]) -> LocalAddress[M]:
         """Returns when `actor.started` has; raises what it raised. Names are unique among the living."""
         if actor.name in self._lives:
             raise ValueError(f"an actor named {actor.name!r} is running already")
@@ -94,7 +95,9 @@ class ActorSystem:
         await self._failed.wait()
 
     def watch(self, address: Watched) -> None:
-        """Pings an actor of another process too (an address of a link)."""
+        """Pings an actor of another process too (an address of a link). Raises ValueError for a name known already."""
+        if address.name in self._heartbeats:
+            raise ValueError(f"{address.name!r} is watched already")
         self._heartbeats[address.name] = _Heartbeat(address, self._clock)
 
     def health(self) -> dict[str, float]:
