@@ -1,0 +1,75 @@
+"""Weights of a GGUF file: dequantised by the `gguf` package's own functions, under their Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+
+from actors.messages.errors import ConfigurationError
+from actors.messages.model import ModelDescription
+from runner.device import Device
+from runner.weights.gguf_header import read_gguf_header
+from runner.weights.source import WeightSource
+
+_GLOBAL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Goes into the description's rope_scaling, see the store.
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def hugging_face_name(name: str) -> str:
+    """The HF name of a llama tensor; a name that is not one stays as it is."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is None or match[2] not in _OF_LAYER:
+        return _GLOBAL.get(name, name)
+    return f"model.layers.{match[1]}.{_OF_LAYER[match[2]]}.weight"
+
+
+def rotary_halves_apart(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[heads · head_size, in]: GGUF has the two dimensions that turn together side by side, HF half a head apart."""
+    rows, columns = weight.shape
+    return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+class GGUFSource(WeightSource):
+    def __init__(self, description: ModelDescription, device: Device) -> None:
+        header = read_gguf_header(Path(description.weights))
+        self._tensors = {hugging_face_name(name): tensor for name, tensor in header.tensors.items()}
+        super().__init__(description, device, [name for name in self._tensors if name != _ROPE_FACTORS])
+        self._heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}
+        self._data = np.memmap(description.weights, np.uint8, "r")
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        if tensor.quantization is gguf.GGMLQuantizationType.F32:
+            values = raw.view(np.float32).reshape(tensor.shape)
+        else:
+            try:
+                by_rows = raw.reshape(*tensor.shape[:-1], -1)
+                values = gguf.quants.dequantize(by_rows, tensor.quantization)
+            except (NotImplementedError, ValueError) as error:
+                raise ConfigurationError(
+                    f"{self._path}: tensor {name} is in {tensor.quantization.name}, which cannot be read: {error}"
+                ) from error
+        weight = torch.from_numpy(np.array(values, np.float32))
+        heads = self._heads.get(name.split(".")[-2])
+        return weight if heads is None or weight.ndim != 2 else rotary_halves_apart(weight, heads)

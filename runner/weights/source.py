@@ -1,0 +1,87 @@
+"""Weights by their Hugging Face names, one tensor at a time, whatever file they lie in.
+
+Each tensor is read when taken and not kept, so that a model is never in memory twice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from actors.messages.errors import ConfigurationError
+from actors.messages.model import ModelDescription
+from runner.device import Device
+
+
+class WeightSource(ABC):
+    """`read` is a format's own; the shapes are checked and the tensors ticked off here."""
+
+    def __init__(self, description: ModelDescription, device: Device, names: Iterable[str]) -> None:
+        self._path, self._device = description.weights, device
+        self._shapes = expected_shapes(description)
+        self._left = dict.fromkeys(names)
+        if description.tie_word_embeddings:
+            # Some files repeat the shared matrix.
+            self._left.pop("lm_head.weight", None)
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in any floating-point dtype, on the host."""
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor in the device's dtype, on the device. Each name once."""
+        if name not in self._left:
+            raise ConfigurationError(f"the weights {self._path} lack the tensor {name}")
+        del self._left[name]
+        tensor = self.read(name)
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise ConfigurationError(
+                f"the weights {self._path} have {name} of shape {list(tensor.shape)}; "
+                f"the model's configuration asks for {list(self._shapes[name])}"
+            )
+        return tensor.to(self._device.torch, self._device.dtype)
+
+    def finish(self) -> None:
+        """Raises when tensors are left over: the file is of another architecture than it says."""
+        if self._left:
+            raise ConfigurationError(
+                f"the weights {self._path} hold {len(self._left)} tensors that a llama model does not have, "
+                f"such as {next(iter(self._left))}"
+            )
+
+
+def expected_shapes(description: ModelDescription) -> dict[str, tuple[int, ...]]:
+    d = description
+    query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (d.vocab_size, d.hidden_size),
+        "model.norm.weight": (d.hidden_size,),
+        "lm_head.weight": (d.vocab_size, d.hidden_size),
+    }
+    for index in range(d.num_layers):
+        prefix = f"model.layers.{index}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (d.hidden_size,),
+            prefix + "post_attention_layernorm.weight": (d.hidden_size,),
+            prefix + "self_attn.q_proj.weight": (query, d.hidden_size),
+            prefix + "self_attn.k_proj.weight": (key, d.hidden_size),
+            prefix + "self_attn.v_proj.weight": (key, d.hidden_size),
+            prefix + "self_attn.o_proj.weight": (d.hidden_size, query),
+            prefix + "mlp.gate_proj.weight": (d.intermediate_size, d.hidden_size),
+            prefix + "mlp.up_proj.weight": (d.intermediate_size, d.hidden_size),
+            prefix + "mlp.down_proj.weight": (d.hidden_size, d.intermediate_size),
+        }
+    return shapes
+
+
+def open_weights(description: ModelDescription, device: Device) -> WeightSource:
+    """Raises ConfigurationError for weights that are missing, damaged or cut short."""
+    from runner.weights.gguf_source import GGUFSource
+    from runner.weights.safetensors_source import SafetensorsSource
+
+    if Path(description.weights).is_dir():
+        return SafetensorsSource(description, device)
+    return GGUFSource(description, device)
