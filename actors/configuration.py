@@ -145,6 +145,9 @@ class RouterConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     probe_interval: Annotated[
         Seconds, Meta(description="how often each engine's health is asked", extra={"unit": "seconds"})
     ] = 1.0
+    drain_timeout: Annotated[
+        Seconds, Meta(description="how long a shutdown waits for running requests", extra={"unit": "seconds"})
+    ] = 10.0
 
 
 class UpConfiguration(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from api.errors import ApiError, of_exception
 
@@ -22,7 +23,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def request_ids(new_id: Callable[[], str]) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def request_ids(new_id: Callable[[], str]) -> Middleware:
     """Keeps a client's X-Request-ID if it is sane, else makes one. Read it as `request[REQUEST_ID]`."""
 
     @web.middleware
@@ -75,9 +76,7 @@ def _of_http_exception(request: web.Request, error: web.HTTPException) -> ApiErr
             return ApiError(error.status, error.reason or "the request cannot be served", code="http_error")
 
 
-def require_key(
-    api_key: str | None, protected: Sequence[str]
-) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def require_key(api_key: str | None, protected: Sequence[str]) -> Middleware:
     """401 for a path under one of `protected` without `Authorization: Bearer <api_key>`. No key: all is open."""
     expected = api_key.encode() if api_key else None
 
