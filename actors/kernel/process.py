@@ -51,11 +51,11 @@ def inherited_socket() -> sockets.socket:
 
 
 class Child:
-    """A running child. As a context manager it is terminated, and its socket closed, when the block is left."""
+    """A running child. As a context manager it is terminated when the block is left."""
 
     def __init__(self, process: subprocess.Popen[bytes], socket: sockets.socket | None) -> None:
         self.pid = process.pid
-        self.socket = socket  # the parent's end; whoever takes it (a Link) closes it
+        self.socket = socket  # our end; whoever takes it (a Link) closes it
         self._process = process
         self._exit: int | None = os.pidfd_open(process.pid)  # readable once the child has ended
         self._waiting = anyio.Lock()
@@ -97,13 +97,16 @@ class Child:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.socket is not None:
-            self.socket.close()
         await self.terminate(5.0)
 
 
 async def spawn(
-    argv: Sequence[str], *, socket: bool = False, env: Mapping[str, str] | None = None, stdout: int = _STDERR
+    argv: Sequence[str],
+    *,
+    socket: bool = False,
+    env: Mapping[str, str] | None = None,
+    stdout: int = _STDERR,
+    stderr: int = _STDERR,
 ) -> Child:
     """Starts `argv` as a new program (never a fork). `env` is added to this process's own environment.
 
@@ -115,11 +118,11 @@ async def spawn(
     environment = {**os.environ, **(env or {}), PARENT_PID: str(os.getpid())}
     environment.pop(LINK_FD, None)
     if not socket:
-        return Child(_start(argv, environment, stdout, ()), None)
+        return Child(_start(argv, environment, stdout, stderr, ()), None)
     ours, theirs = sockets.socketpair()
     try:
         environment[LINK_FD] = str(theirs.fileno())
-        process = _start(argv, environment, stdout, (theirs.fileno(),))
+        process = _start(argv, environment, stdout, stderr, (theirs.fileno(),))
     except BaseException:
         ours.close()
         raise
@@ -130,13 +133,14 @@ async def spawn(
 
 
 def _start(
-    argv: Sequence[str], environment: Mapping[str, str], stdout: int, descriptors: Sequence[int]
+    argv: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         list(argv),
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
+        stderr=stderr,
         pass_fds=descriptors,
         start_new_session=True,
     )
