@@ -11,10 +11,11 @@ from actors.configuration import EngineConfiguration
 from actors.kernel.address import Address
 from actors.messages.admission import AbortRequest, ReportBlocks, ResponseClosed, StoryOf, SubmitRequest
 from actors.messages.model import ModelDescription
+from actors.messages.transfer import ReleaseTicket
 from api.metrics import EngineMetrics
 
 # SubmitRequest is answered with an OutputStream, StoryOf with RequestStory | None, ReportBlocks with BlocksReport.
-AdmissionMessage = SubmitRequest | AbortRequest | ResponseClosed | StoryOf | ReportBlocks
+AdmissionMessage = SubmitRequest | AbortRequest | ResponseClosed | ReleaseTicket | StoryOf | ReportBlocks
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -39,6 +40,10 @@ class EngineHandle(Protocol):
     def epoch(self) -> int: ...
     @property
     def worker_pids(self) -> Sequence[int]: ...
+    @property
+    def transport(self) -> str:
+        """ "nixl" or "tcp", what `auto` came to."""
+
     @property
     def admission(self) -> Address[AdmissionMessage]: ...
     @property

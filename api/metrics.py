@@ -21,7 +21,7 @@ TIME_BETWEEN_TOKENS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 STEP = TIME_BETWEEN_TOKENS
 
-OUTCOMES = ("stop", "length", "abort", "error")
+OUTCOMES = ("stop", "length", "abort", "error", "refused")
 LOAD_OUTCOMES = ("landed", "failed", "recomputed")
 
 
@@ -33,7 +33,7 @@ class EngineMetrics:
         self.incompatible_peers: dict[str, str] = {}
         self._requests = Counter(
             "kvyard_requests",
-            "Requests ended, by how: stop, length, abort, error, or the reason of their refusal",
+            "Requests ended, by how; refused ones were never accepted",
             ["outcome"],
             registry=registry,
         )

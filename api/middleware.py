@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
@@ -51,11 +52,20 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise
         return error_response(_of_http_exception(request, error))
     except Exception as error:
-        api_error = of_exception(error)
-        if api_error is None:
-            logger.exception("request failed request_id=%s path=%s", request.get(REQUEST_ID), request.path)
-            api_error = ApiError(500, "the server failed on this request; its log says how", code="internal_error")
-        return error_response(api_error)
+        return error_response(client_view(error, request))
+
+
+def client_view(error: Exception, request: web.Request) -> ApiError:
+    """What a client gets to see of any error. One that nobody planned goes to the log, with its trace."""
+    api_error = of_exception(error)
+    if api_error is None:
+        logger.error("request_failed request_id=%s path=%s", request.get(REQUEST_ID), request.path, exc_info=error)
+        api_error = ApiError(500, "the server failed on this request; its log says how", code="internal_error")
+    return api_error
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
 
 def error_response(error: ApiError) -> web.Response:

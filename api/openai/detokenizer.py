@@ -58,9 +58,9 @@ class Vocabulary:
         return known
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        if not self.has_text(token_id):
-            return b""
         token = self._tokenizer.id_to_token(token_id)
+        if token is None or token in self._special:
+            return b""
         try:
             return bytes(_BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:  # an added token is written as it is
