@@ -6,10 +6,13 @@ neither torch nor aiohttp nor transformers comes in on the way.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import NamedTuple
 
 import click
+
+PARENT_PID = "KVYARD_PARENT_PID"  # set by actors.kernel.process, which is too heavy to import for its name alone
 
 
 class Entry(NamedTuple):
@@ -51,6 +54,10 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="kvyard", prog_name="kvyard")
 def main() -> None:
     """Serve language models with prefill and decode on separate engines."""
+    if PARENT_PID in os.environ:
+        from actors.kernel.process import die_with_parent
+
+        die_with_parent()
 
 
 if __name__ == "__main__":

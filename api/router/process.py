@@ -45,25 +45,25 @@ async def serve_router(
         raise ConfigurationError(str(error)) from None
     waits, clock = Waits(), anyio.current_time
     metrics = RouterMetrics(fleet, clock)
-    async with Upstream.session() as session, anyio.create_task_group() as tasks:
+    async with Upstream.session() as session:
         upstream = Upstream(session, configuration.api_key)
         forwarder = Forwarder(fleet, upstream, waits, metrics, clock)
         router = RouterApp(configuration, fleet, upstream, forwarder, metrics, clock)
-        runner, port = await serve(
-            router.application(lambda: secrets.token_hex(12)), configuration.host, configuration.port
-        )
-        tasks.start_soon(Prober(fleet, upstream, waits, configuration.probe_interval, clock).run)
-        started(port)
-        await anext(stop)
-        router.draining = True
-        logger.info("draining timeout_s=%g", configuration.drain_timeout)
-        for site in list(runner.sites):
-            await site.stop()
-        with anyio.move_on_after(configuration.drain_timeout):
-            await _idle_or_told_again(waits, stop)
-        waits.drained()
-        await runner.cleanup()
-        tasks.cancel_scope.cancel()
+        application = router.application(lambda: secrets.token_hex(12))
+        runner, port = await serve(application, configuration.host, configuration.port)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Prober(fleet, upstream, waits, configuration.probe_interval, clock).run)
+            started(port)
+            await anext(stop)
+            router.draining = True
+            logger.info("draining timeout_s=%g", configuration.drain_timeout)
+            for site in list(runner.sites):
+                await site.stop()
+            with anyio.move_on_after(configuration.drain_timeout):
+                await _idle_or_told_again(waits, stop)
+            waits.drained()
+            await runner.cleanup()
+            tasks.cancel_scope.cancel()
 
 
 async def _idle_or_told_again(waits: Waits, stop: AsyncIterator[object]) -> None:

@@ -1,0 +1,94 @@
+"""The process of `kvyard up`: everything of the outside world that the supervisor is handed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import anyio
+import click
+import msgspec
+
+from actors.configuration import EngineConfiguration, UpConfiguration
+from actors.kernel.process import spawn
+from tools.deployment.addresses import check_free, free_ports
+from tools.deployment.inquiry import ANSWER_S, Inquiry
+from tools.deployment.plan import ENGINE_HOST, KVYARD, deployment_of, engine_roles
+from tools.deployment.supervisor import supervise
+
+SECRET_BYTES = 32
+
+
+async def run_deployment(up: UpConfiguration, engine: EngineConfiguration) -> int:
+    """The exit code. Raises ConfigurationError when nothing could be started."""
+    check_free(up.host, up.port)
+    seed = secrets.randbits(64)
+    if up.port == 0:
+        up = msgspec.structs.replace(up, port=free_ports(1, up.host, seed)[0])
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        code = await _fetch_model(engine.model, signals)
+        if code is not None:
+            return code
+        with secret_file() as path:
+            deployment = deployment_of(
+                up,
+                engine,
+                engine_ports=free_ports(len(engine_roles(up)), ENGINE_HOST, seed + 1),
+                secret_file=str(path),
+                cores=len(os.sched_getaffinity(0)),
+            )
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+                inquiry = Inquiry(session, engine.api_key)
+
+                async def announce() -> None:
+                    click.echo(await inquiry.ready_line(deployment))
+
+                return await supervise(
+                    deployment,
+                    signals,
+                    wait_ready=inquiry.wait_ready,
+                    announce=announce,
+                    log=_to_stderr,
+                    clock=anyio.current_time,
+                    drain_timeout=engine.drain_timeout,
+                )
+
+
+async def _fetch_model(model: str, signals: AsyncIterator[object]) -> int | None:
+    """Once, before the engines would do it side by side. None: it is there; else the exit code of `up`."""
+    exit_code: int | None = 0  # of `up`, when a signal comes first
+    async with await spawn([*KVYARD, "fetch-model", "--", model]) as fetching, anyio.create_task_group() as tasks:
+
+        async def stop() -> None:
+            await anext(signals)
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(stop)
+        exit_code = await fetching.wait() or None
+        tasks.cancel_scope.cancel()
+    return exit_code
+
+
+@contextmanager
+def secret_file() -> Iterator[Path]:
+    """A file that only this user can read, with a new secret for the tickets; gone afterwards."""
+    descriptor, name = tempfile.mkstemp(prefix="kvyard-secret-")  # mode 0600
+    path = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(SECRET_BYTES))
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _to_stderr(data: bytes) -> None:
+    sys.stderr.buffer.write(data)
+    sys.stderr.buffer.flush()
