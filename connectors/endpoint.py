@@ -1,0 +1,157 @@
+"""A worker's KV endpoint: lends blocks of its pool to readers, and reads blocks of others into it.
+
+Composes the lending side (`owner.py`), the reading side (`reader.py`), the control network and the transports; takes
+`TransferOrder`s and gives `TransferReport`s. Every order that promises a report ends in exactly one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from anyio.abc import TaskGroup
+
+from actors.configuration import Transport as TransportSetting
+from actors.messages.errors import ConfigurationError
+from actors.messages.lease import KVLayout
+from actors.messages.transfer import (
+    CancelLoad,
+    GrantLease,
+    HoldTicket,
+    LoadBlocks,
+    ReleaseTicket,
+    RevokeLease,
+    TransferOrder,
+    TransferReport,
+)
+from connectors.checksums import ChecksumThreads
+from connectors.lease_book import LeaseBook
+from connectors.load import LoadEnvironment
+from connectors.memory import KVMemory
+from connectors.owner import LeaseOwner
+from connectors.peers import Peers
+from connectors.reader import LeaseReader
+from connectors.transports.choose import start_transports
+from connectors.transports.face import ControlNetwork, PeerKey, Transport
+from connectors.transports.faulty import FaultPlan, Faults, FaultyNetwork, FaultyTransport
+from connectors.transports.tcp_control import TcpNetwork
+
+
+class KVEndpoint:
+    """`network` and `transports` replace sockets in tests; then `transport` is ignored."""
+
+    def __init__(
+        self,
+        *,
+        memory: KVMemory,
+        layout: KVLayout,
+        engine_id: str,
+        epoch: int,
+        host: str,
+        port: int,
+        transport: TransportSetting,
+        lease_s: float,
+        renewal_s: float,
+        clock: Callable[[], float],
+        token_bytes: Callable[[int], bytes],
+        report: Callable[[TransferReport], None],
+        fault: str | None = None,
+        network: ControlNetwork | None = None,
+        transports: Mapping[str, Transport] | None = None,
+    ) -> None:
+        if memory.block_bytes != layout.block_bytes:
+            raise ConfigurationError(
+                f"the pool has blocks of {memory.block_bytes} bytes, its layout {layout.block_bytes}"
+            )
+        self._memory, self._layout, self._host, self._port = memory, layout, host, port
+        self._engine_id, self._epoch, self._setting = engine_id, epoch, transport
+        self._lease_s, self._renewal_s, self._clock = lease_s, renewal_s, clock
+        self._token_bytes, self._report = token_bytes, report
+        self.faults = Faults(FaultPlan.parse(fault)) if fault else None
+        self._network, self._given = network or TcpNetwork(), transports
+        self._checksums = ChecksumThreads()
+        self._transports: dict[str, Transport] = {}
+        self.control_port, self.transport_name = 0, ""
+
+    async def start(self, tasks: TaskGroup) -> None:
+        """Raises ConfigurationError: the port is taken, or the transport cannot be had."""
+        self._transports = await self._start_transports(tasks)
+        self.transport_name = next(iter(self._transports))
+        network = self._network if self.faults is None else FaultyNetwork(self._network, self.faults)
+        self.peers = Peers(network, self._report, self._forget)
+        self.owner = LeaseOwner(
+            book=LeaseBook(
+                engine_id=self._engine_id,
+                epoch=self._epoch,
+                layout=self._layout,
+                lease_s=self._lease_s,
+                transports=tuple(self._transports),
+            ),
+            memory=self._memory,
+            checksums=self._checksums,
+            clock=self._clock,
+            token_bytes=self._token_bytes,
+            report=self._report,
+            agent_metadata=lambda name: self._transports[name].agent_metadata,
+        )
+        environment = LoadEnvironment(
+            engine_id=self._engine_id,
+            layout=self._layout,
+            memory=self._memory,
+            peers=self.peers,
+            transports=self._transports,
+            checksums=self._checksums,
+            clock=self._clock,
+            report=self._report,
+        )
+        self.reader = LeaseReader(environment, self._renewal_s)
+        try:
+            self.control_port = await network.listen(self.owner, self._host, self._port, tasks)
+        except OSError as error:
+            await self.stop()
+            raise ConfigurationError(f"the KV listener cannot bind {self._host}:{self._port}: {error}") from error
+        self.peers.start(tasks)
+        self.reader.start(tasks)
+        tasks.start_soon(self.owner.run)
+
+    def handle(self, order: TransferOrder) -> None:
+        match order:
+            case GrantLease():
+                self.owner.grant(order, host=self._host, port=self.control_port, transport=self.transport_name)
+            case RevokeLease():
+                self.owner.revoke(order)
+            case HoldTicket():
+                self.reader.hold(order)
+            case LoadBlocks():
+                self.reader.load(order)
+            case CancelLoad():
+                self.reader.cancel(order)
+            case ReleaseTicket():
+                self.reader.release(order)
+
+    async def stop(self) -> None:
+        """After the task group's own work is cancelled, or just before. Bounded."""
+        if hasattr(self, "peers"):
+            self.peers.stop()
+        for transport in self._transports.values():
+            await transport.stop()
+        self._checksums.stop()
+
+    def check(self) -> None:
+        self.owner.book.check()
+
+    async def _start_transports(self, tasks: TaskGroup) -> dict[str, Transport]:
+        if self._given is None:
+            name = f"{self._engine_id}/{self._epoch}/{os.getpid()}"
+            return await start_transports(
+                self._setting, memory=self._memory, tasks=tasks, agent_name=name, faults=self.faults
+            )
+        started: dict[str, Transport] = {}
+        for name, given in self._given.items():
+            started[name] = given if self.faults is None else FaultyTransport(given, self.faults)
+            await started[name].start(self._memory, tasks)
+        return started
+
+    def _forget(self, peer: PeerKey) -> None:
+        for transport in self._transports.values():
+            transport.forget(peer)
