@@ -57,7 +57,7 @@ class Device:
 
         On a CPU bfloat16 weights are laid out once as oneDNN wants them: a third off a decode step.
         """
-        if self.is_cpu and self.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available():
+        if self.is_cpu and self.dtype is torch.bfloat16 and torch._C._has_mkldnn:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_TOKENS)
             multiply = torch.ops.mkldnn._linear_pointwise
 
@@ -78,7 +78,7 @@ def available_cores() -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Activations of some MB come from the heap and stay there; else each one costs page faults, up to half its time."""
+    """Activations of some MB come from the heap and stay there; else page faults take up to half of an operation."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)

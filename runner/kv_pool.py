@@ -21,7 +21,7 @@ class KVPool:
     def __init__(
         self, device: Device, *, num_blocks: int, kv_heads: int, layers: int, block_size: int, head_size: int
     ) -> None:
-        """Zeros. Memory is taken from the system as blocks are first used. Raises ConfigurationError when there is none."""
+        """Zeros; a CPU takes the memory as blocks are first used. Raises ConfigurationError when it is too much."""
         shape = (num_blocks, kv_heads, layers, 2, block_size, head_size)
         self.num_bytes = math.prod(shape) * device.dtype.itemsize
         self.block_bytes = self.num_bytes // num_blocks

@@ -46,7 +46,7 @@ class _Layer:
 
 class LlamaModel:
     def __init__(self, description: ModelDescription, source: WeightSource, device: Device, max_positions: int) -> None:
-        """Takes every tensor out of `source`; raises ConfigurationError when some are missing, misshapen or left over."""
+        """Takes every tensor out of `source`. Raises ConfigurationError when one is missing, misshapen or left over."""
         self._description = description
         self._embedding = source.take("model.embed_tokens.weight")
         self._layers = [_Layer(index, source, device) for index in range(description.num_layers)]
@@ -74,8 +74,8 @@ class LlamaModel:
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(self._rms_norm(hidden, layer.attention_norm)).view(len(hidden), -1, d.head_size)
             query_key = self._rope.rotate(heads[:, : d.num_heads + d.num_kv_heads], angles)
-            query, key = query_key.split((d.num_heads, d.num_kv_heads), dim=1)
-            attended = attention.attend(index, query, key, heads[:, d.num_heads + d.num_kv_heads :])
+            value = heads[:, d.num_heads + d.num_kv_heads :]
+            attended = attention.attend(index, query_key[:, : d.num_heads], query_key[:, d.num_heads :], value)
             hidden = hidden + layer.output(attended)
             gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate).mul_(up))

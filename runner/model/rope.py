@@ -1,6 +1,7 @@
 """Rotary position embedding: the table of angles, with the scalings kvyard knows, and the rotation.
 
-Halves lie apart, as in HF models: dimension i turns with dimension i + head_size / 2 by position · theta^(-2i / head_size).
+Halves lie apart, as in HF models: dimension i turns with dimension i + head_size / 2, by an angle of
+position · theta^(-2i / head_size).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from actors.messages.errors import ConfigurationError
 
 def inverse_frequencies(head_size: int, theta: float, scaling: str) -> torch.Tensor:
     """float32 [head_size / 2]. `scaling` as in ModelDescription. llama3: formula of Llama 3.1's model card and HF."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
+    frequencies: torch.Tensor = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
     if not scaling:
         return frequencies
     values = json.loads(scaling)
     match values["rope_type"]:
         case "linear":
-            return frequencies / values["factor"]
+            return frequencies / float(values["factor"])
         case "factors":
             return frequencies / torch.tensor(values["factors"], dtype=torch.float32)
         case "llama3":

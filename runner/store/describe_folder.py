@@ -132,7 +132,9 @@ def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, str]:
     missing = [key for key in _SCALING_KEYS[kind] if not isinstance(parameters.get(key), int | float)]
     if missing:
         raise ConfigurationError(f"{folder}/config.json: the {kind} rope scaling lacks {', '.join(missing)}")
-    return theta, json.dumps({key: parameters[key] for key in _SCALING_KEYS[kind]} | {"rope_type": kind}, sort_keys=True)
+    return theta, json.dumps(
+        {key: parameters[key] for key in _SCALING_KEYS[kind]} | {"rope_type": kind}, sort_keys=True
+    )
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

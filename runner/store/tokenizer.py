@@ -1,6 +1,7 @@
 """The byte-level BPE of a GGUF file as a tokenizer.json, the format of the `tokenizers` library.
 
-A GGUF names its pre-tokenizer in `tokenizer.ggml.pre`; what each name means is written in llama.cpp (`llama-vocab.cpp`).
+A GGUF names its pre-tokenizer in `tokenizer.ggml.pre`; what each name means is written in llama.cpp's
+`llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from actors.messages.errors import ConfigurationError
 
 _CONTROL, _USER_DEFINED = 3, 4
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 

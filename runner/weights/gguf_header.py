@@ -114,5 +114,9 @@ class _Parser:
         for dimension in dimensions:
             size *= dimension
         return GGUFTensor(
-            name, tuple(reversed(dimensions)), quantization, self._scalar("<Q"), size // values_per_block * bytes_per_block
+            name,
+            tuple(reversed(dimensions)),
+            quantization,
+            self._scalar("<Q"),
+            size // values_per_block * bytes_per_block,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,8 +21,10 @@ _COMPUTED = "rotary_emb.inv_freq"
 class SafetensorsSource(WeightSource):
     def __init__(self, description: ModelDescription, device: Device) -> None:
         files = weight_files(Path(description.weights))
-        self._handles = [safe_open(path, framework="pt") for path in files]
-        self._holder = {name: handle for handle in self._handles for name in handle.keys()}
+        self._holder: dict[str, Any] = {}
+        for path in files:
+            handle: Any = safe_open(path, framework="pt")
+            self._holder |= dict.fromkeys(handle.keys(), handle)
         super().__init__(description, device, [name for name in self._holder if not name.endswith(_COMPUTED)])
 
     def read(self, name: str) -> torch.Tensor:

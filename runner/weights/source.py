@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
@@ -75,13 +74,3 @@ def expected_shapes(description: ModelDescription) -> dict[str, tuple[int, ...]]
             prefix + "mlp.down_proj.weight": (d.hidden_size, d.intermediate_size),
         }
     return shapes
-
-
-def open_weights(description: ModelDescription, device: Device) -> WeightSource:
-    """Raises ConfigurationError for weights that are missing, damaged or cut short."""
-    from runner.weights.gguf_source import GGUFSource
-    from runner.weights.safetensors_source import SafetensorsSource
-
-    if Path(description.weights).is_dir():
-        return SafetensorsSource(description, device)
-    return GGUFSource(description, device)

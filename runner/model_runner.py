@@ -1,0 +1,124 @@
+"""A step plan becomes a forward pass: state from the plans → batch → model → logits → sampled tokens.
+
+Owns the device, the weights, the KV pool and what is known of each request. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from actors.messages.model import ModelDescription
+from actors.messages.plan import NewRequest, StepPlan, StepResult
+from actors.messages.request import SamplingParams
+from runner.attention.paged import PagedAttention
+from runner.batch import Batch, BatchBuilder, Geometry
+from runner.device import Device
+from runner.kv_pool import KVPool
+from runner.model.llama import LlamaModel
+from runner.requests import PlannedRow, RequestTable
+from runner.sampling import Draw, sample
+from runner.weights.files import open_weights
+
+_WARM_UP_TOKENS = 256
+
+
+class ModelRunner:
+    kv_pool: KVPool
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        device: str,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        threads: int,
+        random_seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Loads the weights and makes the pool of `num_blocks` blocks, the null block 0 among them.
+
+        `threads` 0: all cores. Raises ConfigurationError for weights that are damaged or do not fit the description,
+        and for a device, dtype or pool that this machine does not have room for.
+        """
+        self._device = Device(device, dtype, threads)
+        self._random_seed, self._clock = random_seed, clock
+        self._geometry = Geometry(description.num_heads, description.num_kv_heads, description.num_layers, block_size)
+        with torch.inference_mode():
+            source = open_weights(description, self._device)
+            self._model = LlamaModel(description, source, self._device, description.context_length)
+            self.kv_pool = KVPool(
+                self._device,
+                num_blocks=num_blocks,
+                kv_heads=description.num_kv_heads,
+                layers=description.num_layers,
+                block_size=block_size,
+                head_size=description.head_size,
+            )
+        self._requests = RequestTable(block_size)
+        self._builder = BatchBuilder(self._geometry, self._device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes the plan's tokens and samples where it says so. Raises ValueError for a plan that cannot be."""
+        started = self._clock()
+        rows = self._requests.apply(plan)
+        if not rows:
+            return StepResult(step=plan.step, num_sampled=b"", sampled_token_ids=b"")
+        batch = self._builder.build(rows)
+        logits = self._forward(batch)
+        computed = self._clock()
+        token_ids = self._sample(batch, logits)
+        for row, token_id in zip(batch.sampling_rows, token_ids.tolist(), strict=True):
+            row.state.sampled(row.end, token_id)
+        return StepResult(
+            step=plan.step,
+            num_sampled=plan.num_sampled,
+            sampled_token_ids=token_ids.tobytes(),
+            execute_s=computed - started,
+            sample_s=self._clock() - computed,
+        )
+
+    def warm_up(self) -> None:
+        """One prefill with a context, decodes and a draw, in the null block: the first request then finds all ready."""
+        state = NewRequest("", np.zeros(_WARM_UP_TOKENS + 16, np.int32).tobytes(), 1, SamplingParams(temperature=1.0))
+        table = RequestTable(self._geometry.block_size)
+        num_blocks = -(-_WARM_UP_TOKENS // self._geometry.block_size) + 16
+        for computed, scheduled in ((0, _WARM_UP_TOKENS), (8, 8), (8, 1)):
+            plan = StepPlan(
+                step=0,
+                request_ids=("",),
+                num_scheduled_tokens=np.array([scheduled], np.int32).tobytes(),
+                num_computed_tokens=np.array([computed], np.int32).tobytes(),
+                num_sampled=np.array([1], np.int32).tobytes(),
+                num_new_blocks=np.array([num_blocks], np.int32).tobytes(),
+                new_block_ids=np.zeros(num_blocks, np.int32).tobytes(),
+                new_requests=(state,),
+            )
+            with torch.inference_mode():
+                batch = self._builder.build(table.apply(plan))
+                self._sample(batch, self._forward(batch))
+                self.kv_pool.tensor[0].zero_()
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        if batch.fresh_blocks is not None:
+            self.kv_pool.clear(batch.fresh_blocks)
+        attention = PagedAttention(self.kv_pool, self._geometry, batch)
+        hidden = self._model.forward(batch.token_ids, batch.positions, attention)
+        return self._model.logits(hidden[batch.sampling_tokens])
+
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        if not batch.sampling_rows:
+            return np.empty(0, np.int32)
+        chosen = sample(logits, [self._draw(row) for row in batch.sampling_rows], self._device)
+        return chosen.cpu().numpy().astype(np.int32)
+
+    def _draw(self, row: PlannedRow) -> Draw:
+        state, seed = row.state, row.state.sampling.seed
+        own = f"{self._random_seed}/{state.request_id}" if seed is None else seed
+        return Draw(state.sampling, own, row.end - state.num_prompt_tokens)
