@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,7 @@ async def run_worker(settings: WorkerSettings) -> None:
             renewal_s=settings.renewal_s,
             reports=results,
             clock=time.monotonic,
+            token_bytes=secrets.token_bytes,
             fault=settings.fault,
         )
         transfer = await system.start(transfer_actor)

@@ -50,7 +50,9 @@ class WorkerProcess:
     def __init__(self, child: Child, link: Link, startup: StartupActor) -> None:
         self.child, self._link, self._startup = child, link, startup
         self.executor: RemoteAddress[StepPlan] = link.address("executor", StepPlan, type(None), EXECUTOR_WINDOW)
-        self.transfer: RemoteAddress[TransferOrder] = link.address("transfer", TransferOrder, type(None), TRANSFER_WINDOW)
+        self.transfer: RemoteAddress[TransferOrder] = link.address(
+            "transfer", TransferOrder, type(None), TRANSFER_WINDOW
+        )
 
     @property
     def pid(self) -> int:

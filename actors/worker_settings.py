@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from actors.configuration import Transport
 from actors.messages.model import ModelDescription
 
 EXECUTOR_WINDOW = 16  # plans
-TRANSFER_WINDOW = 1024  # orders
+TRANSFER_WINDOW = 4096  # orders
 SCHEDULER_WINDOW = 4096  # results and reports
 EXIT_CONFIGURATION = 2
 EXIT_FAILED = 70
@@ -25,7 +26,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     threads: int
     kv_host: str
-    transport: str
+    transport: Transport
     lease_s: float
     renewal_s: float
     fault: str | None = None
