@@ -1,0 +1,24 @@
+"""Every scenario agrees, field by field. The expected values were recorded on the reference scheduler (vLLM 0.25.1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.scenarios.driver import Driver, first_difference
+from tools.scenarios.format import parse
+
+FILES = sorted((Path(__file__).parent / "scenarios").glob("*.json"))
+
+
+def test_the_scenarios_are_here() -> None:
+    assert len(FILES) == 54
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_scenario_agrees(file: Path) -> None:
+    scenario = parse(file.read_bytes())
+    assert any(action.expect for action in scenario.actions)
+    for index, (action, observation) in enumerate(zip(scenario.actions, Driver(scenario).run(), strict=True)):
+        assert first_difference(action, observation) is None, f"actions[{index}] {action.kind}"
