@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import msgspec
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and running totals after a step or event."""
-
-    running: int = 0
-    waiting: int = 0
-    skipped: int = 0
-    blocks_free: int = 0
-    blocks_held: int = 0
-    blocks_fenced: int = 0
-    blocks_leased: int = 0
-    blocks_quarantined: int = 0
-    prefix_hit_tokens_total: int = 0
-    preemptions_total: int = 0
-    late_events_total: int = 0
+from actors.messages.stats import EngineStats
 
 
 class Observer(Protocol):

@@ -27,6 +27,7 @@ from actors.messages.admission import (
 from actors.messages.errors import ActorFailed
 from actors.messages.plan import StepFailed, StepPlan, StepResult
 from actors.messages.request import RequestOutput
+from actors.messages.stats import EngineStats
 from actors.messages.transfer import (
     BlocksLanded,
     BlocksQuiet,
@@ -39,7 +40,7 @@ from actors.messages.transfer import (
     TransferOrder,
     TransferReport,
 )
-from actors.observer import EngineStats, Observer
+from actors.observer import Observer
 from actors.scheduling.core import SchedulerCore
 from actors.worker_settings import SCHEDULER_WINDOW
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Literal
 
-import msgspec
-
 from actors.configuration import SchedulerConfiguration
 from actors.messages.admission import BlocksReport, GrantReport, RequestStory
 from actors.messages.errors import ConfigurationError, RefusalReason
 from actors.messages.plan import StepPlan, StepResult
 from actors.messages.request import EngineRequest, FinishReason, RequestOutput
+from actors.messages.stats import EngineStats
 from actors.messages.transfer import HoldTicket, TransferOrder, TransferReport
 from actors.scheduling.admission import schedule_waiting
 from actors.scheduling.checks import InvariantBroken, check
@@ -27,22 +26,6 @@ from actors.scheduling.results import BadBlocks, apply_result
 from actors.scheduling.running import schedule_running
 from actors.scheduling.state import Pause, SchedulerState
 from actors.scheduling.step import ScheduledStep
-
-
-class SchedulerStats(msgspec.Struct, frozen=True):
-    """The fields of `actors.observer.EngineStats`."""
-
-    running: int
-    waiting: int
-    skipped: int
-    blocks_free: int
-    blocks_held: int
-    blocks_fenced: int
-    blocks_leased: int
-    blocks_quarantined: int
-    prefix_hit_tokens_total: int
-    preemptions_total: int
-    late_events_total: int
 
 
 class SchedulerCore:
@@ -226,10 +209,10 @@ class SchedulerCore:
             request.story.detail = self._state.why_it_waits(request)
         return RequestStory(request_id, finished=False, intervals=request.story.intervals())
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
         state = self._state
         blocks = state.kv.ledger.count()
-        return SchedulerStats(
+        return EngineStats(
             running=len(state.running),
             waiting=len(state.waiting),
             skipped=len(state.skipped_waiting),
