@@ -46,6 +46,7 @@ class EventStream:
         self._ending = True
         await self.response.write(event)
         await self.response.write_eof()
+        await self._request.writer.drain()
 
 
 def abort_connection(request: web.Request) -> None:

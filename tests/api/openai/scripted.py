@@ -148,7 +148,7 @@ class ScriptedEngine:
     kv_secret: bytes | None = SECRET
     transport: str = "tcp"
     metrics: EngineMetrics = field(default_factory=lambda: EngineMetrics(engine_id="decode-0"))
-    verdict: Health = Health(healthy=True)
+    verdict: Health = field(default_factory=lambda: Health(healthy=True))
     peers: dict[str, str] = field(default_factory=dict)
     ids: Any = field(default_factory=lambda: itertools.count(1))
 
