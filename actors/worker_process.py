@@ -69,7 +69,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         startup = StartupActor()
         await system.start(startup)
-        argv = [sys.executable, "-m", "actors.worker", msgspec.json.encode(settings).decode()]
+        argv = [sys.executable, "-P", "-m", "actors.worker", msgspec.json.encode(settings).decode()]
         child = await spawn(argv, socket=True, env=environment)
         assert child.socket is not None
         link = Link(child.socket, "the worker")
