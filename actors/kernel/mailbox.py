@@ -80,7 +80,6 @@ class Mailbox(Generic[M]):
             return
         sender = _WaitingSender(envelope)
         self._senders.append(sender)
-        del envelope  # the reply in it must not outlive its way through the queue
         try:
             await sender.ended.wait()
         except BaseException:
@@ -116,7 +115,6 @@ class Mailbox(Generic[M]):
         elif self._senders:
             sender = self._senders.popleft()
             self._queue.append(sender.envelope)
-            del sender.envelope
             sender.ended.set()
         else:
             self._room += 1

@@ -185,6 +185,34 @@ async def test_after_the_deadline_the_actor_is_cancelled_and_its_askers_told() -
     assert system.failure is None
 
 
+class Restless(Echo):
+    ticking = False
+
+    async def started(self) -> None:
+        self.tasks.start_soon(self._tick)
+
+    async def _tick(self) -> None:
+        self.ticking = True
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.ticking = False
+
+    async def stopped(self) -> None:
+        assert not self.ticking
+
+
+@within(5)
+async def test_the_tasks_of_an_actor_end_with_its_last_message() -> None:
+    async with ActorSystem() as system:
+        restless = Restless()
+        await system.start(restless)
+        assert await restless.address.ask(Say(1), 5) == Said(1)
+        assert restless.ticking
+        await system.stop(restless.address, 3600)
+    assert system.failure is None
+
+
 class StopsSlowly(Echo):
     stop_seconds = 0.05
 
@@ -255,6 +283,7 @@ class Teller(Actor[Say]):
         super().__init__(name)
         self.other = other
         self.told = anyio.Event()
+        self.ended = anyio.Event()
 
     async def started(self) -> None:
         self.tasks.start_soon(self._tell)
@@ -265,12 +294,27 @@ class Teller(Actor[Say]):
             self.told.set()
             await anyio.lowlevel.checkpoint()
 
+    async def stopped(self) -> None:
+        self.ended.set()
+
+
+class OutlivesTeller(Echo):
+    """Its last word waits until the one that tells it has ended, so that one ends while only the system is stopping."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.teller: Teller | None = None
+
+    async def stopped(self) -> None:
+        assert self.teller is not None
+        await self.teller.ended.wait()
+
 
 @within(5)
 async def test_that_another_was_stopped_first_is_no_failure_while_the_system_stops() -> None:
     async with ActorSystem() as system:
-        later = Echo("later")
-        teller = Teller("earlier", later.address)
+        later = OutlivesTeller("later")
+        later.teller = teller = Teller("earlier", later.address)
         await system.start(teller)
         await system.start(later)
         await teller.told.wait()

@@ -73,8 +73,20 @@ async def test_the_time_of_an_ask_includes_the_wait_for_room() -> None:
 
 @within(5)
 async def test_a_reply_that_is_garbage_fails_the_ask_at_once() -> None:
-    async with ActorSystem() as system:
+    async with ActorSystem(ping_interval=3600) as system:
         echo = await system.start(Echo())
+        with pytest.raises(ActorFailed, match="without an answer"):
+            await echo.ask(Ignore(), 3600)
+
+
+@within(5)
+async def test_garbage_is_seen_too_when_it_is_the_last_message_of_a_full_batch() -> None:
+    class PairWise(Echo):
+        mailbox_size = 2
+
+    async with ActorSystem(ping_interval=3600) as system:
+        echo = await system.start(PairWise())
+        echo.tell_nowait(Say(1))
         with pytest.raises(ActorFailed, match="without an answer"):
             await echo.ask(Ignore(), 3600)
 
