@@ -248,7 +248,7 @@ async def test_all_together_have_one_deadline() -> None:
             await address.tell(Say(1))
             await actor.taken.wait()
         before = anyio.current_time()
-    assert 0.19 <= anyio.current_time() - before < 0.4  # not three times 0.2
+    assert 0.19 <= anyio.current_time() - before < 0.55  # not three times 0.2
     assert all(actor.was_stopped for actor in stuck)
 
 
