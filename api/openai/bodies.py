@@ -67,16 +67,16 @@ class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def chat_body(raw: bytes) -> ChatBody:
-    return convert(supported_part(json_object(raw), CHAT_FIELDS), ChatBody)
+def chat_body(fields: dict[str, Any]) -> ChatBody:
+    return convert(supported_part(fields, CHAT_FIELDS), ChatBody)
 
 
-def completions_body(raw: bytes) -> CompletionsBody:
-    return convert(supported_part(json_object(raw), COMPLETIONS_FIELDS), CompletionsBody)
+def completions_body(fields: dict[str, Any]) -> CompletionsBody:
+    return convert(supported_part(fields, COMPLETIONS_FIELDS), CompletionsBody)
 
 
-def tokenize_body(raw: bytes) -> TokenizeBody:
-    body = convert(json_object(raw), TokenizeBody)
+def tokenize_body(fields: dict[str, Any]) -> TokenizeBody:
+    body = convert(fields, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either 'prompt' or 'messages'", "prompt", "missing_required_parameter")
     return body

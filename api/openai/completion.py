@@ -17,20 +17,18 @@ from msgspec import UNSET, UnsetType
 
 from actors.messages.errors import RefusalReason, RequestRefused
 from actors.messages.lease import Ticket
-from api.engine_handle import EngineHandle
+from api.engine_handle import EngineHandle, served_model
 from api.middleware import REQUEST_ID, client_view, json_response
-from api.openai.bodies import ChatBody, CompletionsBody, chat_body, completions_body
+from api.openai.bodies import chat_body, completions_body
 from api.openai.event_stream import EventStream, abort_connection
 from api.openai.generation import Generation, deadline_exceeded, submitted
-from api.openai.preparation import TIMEOUT_HEADER, Preparation, Prepared, header_seconds
+from api.openai.preparation import TIMEOUT_HEADER, Parse, Preparation, Prepared
 from api.openai.responses import Shape, Usage
 from api.openai.tokenizing import Tokenizer
 from connectors.ticket import seal
 
 REMEMBERED_IDS = 4096
 LAST_EVENT_SECONDS = 1.0  # for a client that does not read to take the error event
-
-Parse = Callable[[bytes], ChatBody | CompletionsBody]
 
 
 class Completions:
@@ -54,29 +52,27 @@ class Completions:
         request_id = prefix + self._engine.new_id()
         self._remember(request[REQUEST_ID], request_id)
         try:
-            body, prepared = await self._prepare(request, parse, request_id, arrival)
+            prepared = await self._prepare(request, parse, request_id, arrival)
         except BaseException as error:
             self._engine.metrics.request_ended("refused" if isinstance(error, Exception) else "abort")
             raise
         shape = Shape(
             id=request_id,
             created=int(self._wall_clock()),
-            model=body.model,
+            model=served_model(self._engine),
             system_fingerprint="fp_" + self._engine.description.digest[:10],
-            chat=isinstance(body, ChatBody),
+            chat=prepared.chat,
         )
         async with submitted(self._engine, prepared, self._tokenizer.detokenizer()) as generation:
             answer = self._stream if prepared.stream else self._whole
             return await answer(request, prepared, generation, shape)
 
-    async def _prepare(
-        self, request: web.Request, parse: Parse, request_id: str, arrival: float
-    ) -> tuple[ChatBody | CompletionsBody, Prepared]:
+    async def _prepare(self, request: web.Request, parse: Parse, request_id: str, arrival: float) -> Prepared:
         header = request.headers.get(TIMEOUT_HEADER)
         # What the body says of its deadline is not known until it is here.
-        with anyio.move_on_after(header_seconds(header) or self._engine.configuration.request_timeout):
-            body = parse(await request.read())
-            return body, await self._preparation.prepare(body, request_id, arrival, header)
+        with anyio.move_on_after(self._engine.configuration.request_timeout):
+            raw = await request.read()
+            return await self._preparation.prepare(raw, parse, request_id, arrival, header)
         raise deadline_exceeded()
 
     async def _whole(

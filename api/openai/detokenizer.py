@@ -10,10 +10,10 @@ decoded again for each new one. There, bytes that are no UTF-8 may be replaced o
 from __future__ import annotations
 
 import codecs
-import json
 from typing import Protocol
 
 import tokenizers
+import tokenizers.decoders
 
 REPLACEMENT = "\ufffd"
 # Tokens held back while the text ends in half a character: no character of UTF-8 has more bytes.
@@ -33,8 +33,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        decoder = json.loads(tokenizer.to_str())["decoder"]
-        self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._byte_level = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
         self._bytes: dict[int, bytes] = {}

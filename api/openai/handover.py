@@ -33,10 +33,8 @@ class Handover(msgspec.Struct, frozen=True):
     ticket: Ticket | None = None
 
 
-def parse_handover(params: dict[str, Any] | None, role: Role, secret: bytes | None) -> Handover:
+def parse_handover(params: dict[str, Any], role: Role, secret: bytes | None) -> Handover:
     """Raises InvalidRequest for a forged ticket, another shape, or the wrong role."""
-    if params is None:
-        return Handover()
     if secret is None:
         raise _invalid("this engine has no secret for hand-overs: start it with --kv-secret-file")
     if "ticket" in params:

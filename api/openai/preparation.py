@@ -7,6 +7,7 @@ Invariant: whoever unseals a ticket owes its release; a request that is refused 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -17,18 +18,22 @@ from actors.messages.request import EngineRequest, SamplingParams
 from actors.messages.transfer import ReleaseTicket
 from api.engine_handle import EngineHandle, served_model
 from api.errors import ApiError, InvalidRequest
-from api.openai.bodies import ChatBody, CompletionsBody, GenerationBody, StreamOptions
-from api.openai.handover import Handover, check_ticket, parse_handover
+from api.openai.bodies import ChatBody, CompletionsBody, GenerationBody, StreamOptions, json_object
+from api.openai.handover import FIELD, Handover, check_ticket, parse_handover
 from api.openai.messages import template_messages
 from api.openai.tokenizing import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 TIMEOUT_HEADER = "X-Request-Timeout"
 LONGEST_TIMEOUT = 30 * 86400.0  # seconds; timers of an event loop take no number at all
+RELEASE_SECONDS = 5.0  # for the message that lets a ticket go while a handler is being cancelled
+
+Parse = Callable[[dict[str, Any]], ChatBody | CompletionsBody]
 
 
 class Prepared(msgspec.Struct, frozen=True):
     request: EngineRequest
+    chat: bool
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -53,18 +58,24 @@ class Preparation:
         self._engine, self._tokenizer = engine, tokenizer
 
     async def prepare(
-        self, body: ChatBody | CompletionsBody, request_id: str, arrival: float, header_timeout: str | None
+        self, raw: bytes, parse: Parse, request_id: str, arrival: float, header_timeout: str | None
     ) -> Prepared:
         """Raises InvalidRequest, and ApiError 404 for another model."""
-        configuration = self._engine.configuration
-        handover = parse_handover(body.kv_transfer_params, configuration.role, self._engine.kv_secret)
+        fields = json_object(raw)
+        handover = self._handover(fields.get(FIELD))
         try:
-            return await self._prepare(body, handover, request_id, arrival, header_timeout)
+            return await self._prepare(parse(fields), handover, request_id, arrival, header_timeout)
         except BaseException:
             if handover.ticket is not None:
-                with anyio.CancelScope(shield=True):
+                with anyio.move_on_after(RELEASE_SECONDS, shield=True):
                     await self._engine.admission.tell(ReleaseTicket(request_id, handover.ticket))
             raise
+
+    def _handover(self, params: Any) -> Handover:
+        """Before anything else is looked at: whatever is wrong beside it, a ticket must be released."""
+        if not isinstance(params, dict):
+            return Handover()
+        return parse_handover(params, self._engine.configuration.role, self._engine.kv_secret)
 
     async def _prepare(
         self,
@@ -110,6 +121,7 @@ class Preparation:
         options = body.stream_options or StreamOptions()
         return Prepared(
             request=request,
+            chat=isinstance(body, ChatBody),
             stop=() if handover.do_remote_decode else stop,
             stream=bool(body.stream),
             include_usage=bool(options.include_usage),

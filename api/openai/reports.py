@@ -13,7 +13,7 @@ from actors.messages.admission import BlocksReport, ReportBlocks, RequestStory, 
 from api.engine_handle import EngineHandle, served_model
 from api.errors import ApiError
 from api.middleware import json_response
-from api.openai.bodies import tokenize_body
+from api.openai.bodies import json_object, tokenize_body
 from api.openai.messages import template_messages
 from api.openai.preparation import check_model
 from api.openai.tokenizing import Tokenizer
@@ -47,7 +47,7 @@ class Reports:
         }
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = tokenize_body(await request.read())
+        body = tokenize_body(json_object(await request.read()))
         if body.model is not None:
             check_model(self._engine, body.model)
         if body.messages is not None:
