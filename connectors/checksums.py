@@ -1,6 +1,6 @@
-"""xxh3-64 of KV blocks, computed on threads of its own so that no loop waits for it.
+"""xxh3-64 of KV blocks. About 6 µs for a block of 360 KiB that has just landed, 12 µs for one that is not in a cache.
 
-A block is 360 KiB and takes about 12 µs, so the interpreter lock is never held for long.
+xxhash gives up the interpreter lock for inputs over 64 KiB, so hashing on a thread holds nobody up.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ def block_checksums(memory: KVMemory, block_ids: BlockIds) -> Checksums:
     return np.fromiter((digest(view[i * size : (i + 1) * size]) for i in block_ids.tolist()), np.uint64, block_ids.size)
 
 
-class ChecksumThreads:
-    """Two threads: loads that verify, and leases that are being granted, do not wait for each other."""
+def differing(memory: KVMemory, block_ids: BlockIds, expected: Checksums) -> list[int]:
+    """The block ids whose bytes are not what `expected` says."""
+    wrong = block_checksums(memory, block_ids) != expected
+    return block_ids[wrong].tolist() if wrong.any() else []
+
+
+class ChecksumThread:
+    """Where the lending side hashes the blocks of new leases, off the loop."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checksum")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
 
     def compute(self, memory: KVMemory, block_ids: BlockIds) -> Future[Checksums]:
-        return self._threads.submit(block_checksums, memory, block_ids)
-
-    def compare(self, memory: KVMemory, block_ids: BlockIds, expected: Checksums) -> Future[list[int]]:
-        """The block ids whose bytes are not what `expected` says. May be called from any thread."""
-        return self._threads.submit(_differing, memory, block_ids, expected)
+        return self._thread.submit(block_checksums, memory, block_ids)
 
     def stop(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _differing(memory: KVMemory, block_ids: BlockIds, expected: Checksums) -> list[int]:
-    wrong = block_checksums(memory, block_ids) != expected
-    return [int(block_id) for block_id in block_ids[wrong]]
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -24,7 +24,7 @@ from actors.messages.transfer import (
     TransferOrder,
     TransferReport,
 )
-from connectors.checksums import ChecksumThreads
+from connectors.checksums import ChecksumThread
 from connectors.lease_book import LeaseBook
 from connectors.load import LoadEnvironment
 from connectors.memory import KVMemory
@@ -69,7 +69,7 @@ class KVEndpoint:
         self._token_bytes, self._report = token_bytes, report
         self.faults = Faults(FaultPlan.parse(fault)) if fault else None
         self._network, self._given = network or TcpNetwork(), transports
-        self._checksums = ChecksumThreads()
+        self._checksums = ChecksumThread()
         self._transports: dict[str, Transport] = {}
         self.control_port, self.transport_name = 0, ""
 
@@ -100,7 +100,6 @@ class KVEndpoint:
             memory=self._memory,
             peers=self.peers,
             transports=self._transports,
-            checksums=self._checksums,
             clock=self._clock,
             report=self._report,
         )

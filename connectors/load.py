@@ -1,21 +1,20 @@
 """One load of the reading side: open → READ → verify → release, and its one report.
 
-    run ─► open ─► READ ─► verify ─► release "good" ─► BlocksLanded
-             └───────┴───────┴──────────┴─ anything else ─► stop the READ
+    run ─► open ─► READ, verify ─► release "good" ─► BlocksLanded
+             └───────┴────────────────┴─ anything else ─► stop the READ
                    ├─ nothing lands any more ─► TransferFailed
                    └─ in flight still ────────► TransferFailed(quarantined) … quiet … BlocksQuiet
 
 Invariants: `run` reports exactly one of `BlocksLanded` and `TransferFailed`, the latter unquarantined only when nothing
 lands any more; `BlocksQuiet` follows every quarantined one; the release obligation is discharged on every way out
-while the peer can be reached.
+while the peer can be reached. The release is asked for as soon as all bytes are here; the last of them are verified
+while its answer is on the way.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from typing import TypeVar
 
 import anyio
@@ -32,7 +31,7 @@ from actors.messages.lease import (
     ReleaseOutcome,
 )
 from actors.messages.transfer import BlocksLanded, BlocksQuiet, LoadBlocks, TransferFailed, TransferReport
-from connectors.checksums import ChecksumThreads
+from connectors.checksums import differing
 from connectors.memory import KVMemory, block_ids_of
 from connectors.peers import Peers
 from connectors.transports.face import (
@@ -77,13 +76,11 @@ class LoadEnvironment:
         memory: KVMemory,
         peers: Peers,
         transports: Mapping[str, Transport],
-        checksums: ChecksumThreads,
         clock: Callable[[], float],
         report: Callable[[TransferReport], None],
     ) -> None:
         self.engine_id, self.layout, self.memory = engine_id, layout, memory
-        self.peers, self.transports, self.checksums = peers, transports, checksums
-        self.clock, self.report = clock, report
+        self.peers, self.transports, self.clock, self.report = peers, transports, clock, report
 
 
 class Load:
@@ -94,7 +91,7 @@ class Load:
         self._scope = anyio.CancelScope()
         self._cancelled = False
         self._reading: Reading | None = None
-        self._checks: list[Future[list[int]]] = []
+        self._wrong: list[int] = []  # local blocks whose bytes are not the sender's
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -134,8 +131,13 @@ class Load:
             opened = await self._open(link, transport.name)
             await self._read(link, transport, self._plan(opened, targets.size), opened)
         outcome = await self._release(link)
+        if self._reading is not None:
+            await self._reading.verified()
         if outcome is not ReleaseOutcome.GOOD:
             raise LoadFailed(outcome.value, "at release: what was read may be of another request")
+        if self._wrong:
+            detail = f"{len(self._wrong)} of {targets.size} blocks, local ids {self._wrong[:8]}"
+            raise LoadFailed("checksum", detail)
         return int(targets.size) * env.memory.block_bytes
 
     async def _open(self, link: ControlLink, transport: str) -> LeaseOpened:
@@ -175,13 +177,12 @@ class Load:
         )
 
     async def _read(self, link: ControlLink, transport: Transport, plan: ReadOrder, opened: LeaseOpened) -> None:
-        """READ and verify piece by piece."""
+        """READ; each piece is verified as it lands, which may take a little longer."""
         env = self._env
         expected = np.frombuffer(opened.checksums, dtype="<u8")[plan.indexes]
 
         def landed(first: int, last: int) -> None:
-            check = env.checksums.compare(env.memory, plan.targets[first:last], expected[first:last])
-            self._checks.append(check)
+            self._wrong.extend(differing(env.memory, plan.targets[first:last], expected[first:last]))
 
         self._reading = reading = transport.read(plan, landed)
         try:
@@ -189,12 +190,6 @@ class Load:
         except ReadFailed as error:
             outcome = await self._release(link)  # the owner knows better why
             raise LoadFailed("expired" if outcome is ReleaseOutcome.EXPIRED else "peer_lost", error.detail) from error
-        wrong: list[int] = []
-        for check in self._checks:
-            found = check.result() if check.done() else await asyncio.wrap_future(check)
-            wrong.extend(found)
-        if wrong:
-            raise LoadFailed("checksum", f"{len(wrong)} of {plan.targets.size} blocks, local ids {wrong[:8]}")
 
     async def _release(self, link: ControlLink) -> ReleaseOutcome:
         """Asked once at most. Raises LinkLost, LoadFailed."""

@@ -33,7 +33,7 @@ from actors.messages.transfer import (
     RevokeLease,
     TransferReport,
 )
-from connectors.checksums import Checksums, ChecksumThreads
+from connectors.checksums import Checksums, ChecksumThread
 from connectors.lease_book import AbortCopies, Lease, LeaseBook
 from connectors.memory import BlockIds, KVMemory, block_ids_of, runs
 
@@ -57,7 +57,7 @@ class LeaseOwner:
         *,
         book: LeaseBook,
         memory: KVMemory,
-        checksums: ChecksumThreads,
+        checksums: ChecksumThread,
         clock: Callable[[], float],
         token_bytes: Callable[[int], bytes],
         report: Callable[[TransferReport], None],
@@ -125,7 +125,8 @@ class LeaseOwner:
         lease = self.book.open(request, self._clock())
         if not isinstance(lease, Lease):
             return lease
-        checksums = await asyncio.wrap_future(self._sums[lease.request_id, lease.generation])
+        computing = self._sums[lease.request_id, lease.generation]
+        checksums = computing.result() if computing.done() else await asyncio.wrap_future(computing)
         if lease.end is not None:
             return LeaseRefused(request.lease_id, RefusedLease.EXPIRED, "while its checksums were computed")
         return LeaseOpened(

@@ -99,7 +99,8 @@ class ReadOrder(msgspec.Struct, frozen=True):
     targets: BlockIds
 
 
-Landed = Callable[[int, int], None]  # positions [first, last) of the order have landed; may come from any thread
+# Positions [first, last) of the order have landed. Hashes them, so it is called off the loop.
+Landed = Callable[[int, int], None]
 
 
 class Reading(Protocol):
@@ -113,6 +114,9 @@ class Reading(Protocol):
 
     async def finished(self) -> None:
         """Returns when all has landed. Raises ReadFailed. Cancelling the wait does not stop the READ."""
+
+    async def verified(self) -> None:
+        """After `finished`: returns when the last call of `landed` has returned."""
 
     def stop(self) -> None:
         """Ask for no more. What is in flight may still land until it is quiet."""
@@ -147,7 +151,7 @@ class ReadState:
     def __init__(self, *, cancellable: bool) -> None:
         self.cancellable = cancellable
         self.failure: str | None = None
-        self._ended, self._quiet = anyio.Event(), anyio.Event()
+        self._ended, self._verified, self._quiet = anyio.Event(), anyio.Event(), anyio.Event()
 
     @property
     def quiet(self) -> bool:
@@ -158,13 +162,20 @@ class ReadState:
         if self.failure is not None:
             raise ReadFailed(self.failure)
 
+    async def verified(self) -> None:
+        await self._verified.wait()
+
     async def wait_quiet(self) -> None:
         await self._quiet.wait()
 
-    def end(self, failure: str | None = None, *, quiet: bool = True) -> None:
-        """The first end counts; quiet may follow later."""
-        if not self._ended.is_set():
-            self.failure = failure
-            self._ended.set()
-        if quiet:
-            self._quiet.set()
+    def end(self, failure: str | None = None, *, verified: bool = True) -> None:
+        """Nothing arrives any more: all has, unless `failure` says why not. Verification may end later."""
+        self.failure = failure
+        self._ended.set()
+        if verified:
+            self.rest()
+
+    def rest(self) -> None:
+        """All that landed has been verified: nobody touches the blocks any more."""
+        self._verified.set()
+        self._quiet.set()

@@ -7,9 +7,10 @@
     death:P      the link to the peer breaks before a control message
     corrupt:P    one bit of a READ is wrong when it lands
     stall:P      a READ neither ends nor can be stopped until stall_s have passed
+    slow:P       a READ goes in SLOW_PARTS parts with equal pauses between them, slow_s in all
 
-P is a probability from 0 to 1; delay_s, stall_s and the seed are numbers. One plan is one stream of decisions: the same
-seed and the same order of events give the same faults.
+P is a probability from 0 to 1; delay_s, stall_s, slow_s and the seed are numbers. One plan is one stream of decisions:
+the same seed and the same order of events give the same faults.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from connectors.transports.face import (
 )
 
 REORDER_S = 0.005
+SLOW_PARTS = 16
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
@@ -49,8 +51,10 @@ class FaultPlan(msgspec.Struct, frozen=True):
     corrupt: float = 0.0
     stall: float = 0.0
     death: float = 0.0
+    slow: float = 0.0
     delay_s: float = 0.05
     stall_s: float = 1.0
+    slow_s: float = 1.0
     seed: int = 0
 
     @classmethod
@@ -65,7 +69,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         if unknown:
             names = ", ".join(cls.__struct_fields__)
             raise ConfigurationError(f"--fault {text!r}: no fault is called {sorted(unknown)[0]!r}; there are {names}")
-        if not all(0 <= getattr(plan, name) <= 1 for name in cls.__struct_fields__[:7]):
+        if not all(0 <= getattr(plan, name) <= 1 for name in cls.__struct_fields__[:8]):
             raise ConfigurationError(f"--fault {text!r}: a probability lies between 0 and 1")
         return plan
 
@@ -156,6 +160,23 @@ class StalledReading(ReadState):
         pass
 
 
+class SlowReading(ReadState):
+    """A READ of its own for each part; between two of them it can be stopped whatever the transport."""
+
+    def __init__(self) -> None:
+        super().__init__(cancellable=True)
+        self.part: Reading | None = None
+        self.stopped = anyio.Event()
+
+    def begin(self, part: Reading) -> None:
+        self.part, self.cancellable = part, part.cancellable
+
+    def stop(self) -> None:
+        self.stopped.set()
+        if self.part is not None:
+            self.part.stop()
+
+
 class FaultyTransport:
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
@@ -172,11 +193,15 @@ class FaultyTransport:
     def read(self, order: ReadOrder, landed: Landed) -> Reading:
         if self._faults.strikes("corrupt"):
             landed = self._corrupting(order, landed)
-        if not self._faults.strikes("stall"):
-            return self._inner.read(order, landed)
-        reading = StalledReading()
-        self._tasks.start_soon(self._stall, order, landed, reading)
-        return reading
+        if self._faults.strikes("stall"):
+            stalled = StalledReading()
+            self._tasks.start_soon(self._stall, order, landed, stalled)
+            return stalled
+        if self._faults.strikes("slow"):
+            slow = SlowReading()
+            self._tasks.start_soon(self._slow, order, landed, slow)
+            return slow
+        return self._inner.read(order, landed)
 
     def _corrupting(self, order: ReadOrder, landed: Landed) -> Landed:
         position, bit = self._faults.below(order.targets.size), self._faults.below(8)
@@ -199,8 +224,36 @@ class FaultyTransport:
         await inner.wait_quiet()
         reading.end(failure)
 
+    async def _slow(self, order: ReadOrder, landed: Landed, reading: SlowReading) -> None:
+        starts = range(0, order.targets.size, -(-order.targets.size // SLOW_PARTS))
+        failure: str | None = None
+        for first in starts:
+            part = self._inner.read(_part(order, first, first + starts.step), _shifted(landed, first))
+            reading.begin(part)
+            try:
+                await part.finished()
+            except ReadFailed as error:
+                failure = error.detail
+            await part.wait_quiet()
+            with anyio.move_on_after(self._faults.plan.slow_s / SLOW_PARTS):
+                await reading.stopped.wait()
+                failure = failure or "stopped"
+            if failure is not None:
+                break
+        reading.end(failure)
+
     def forget(self, peer: PeerKey) -> None:
         self._inner.forget(peer)
 
     async def stop(self) -> None:
         await self._inner.stop()
+
+
+def _part(order: ReadOrder, first: int, last: int) -> ReadOrder:
+    return msgspec.structs.replace(
+        order, indexes=order.indexes[first:last], sources=order.sources[first:last], targets=order.targets[first:last]
+    )
+
+
+def _shifted(landed: Landed, by: int) -> Landed:
+    return lambda first, last: landed(by + first, by + last)

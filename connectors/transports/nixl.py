@@ -4,7 +4,7 @@ All NIXL calls run on one thread, never on the loop: they may copy for many mill
 after `stop` no further piece is posted, but the one in flight lands when it lands, so the reading is quiet only when
 its handle is done or has failed. The thread sleeps on its queue while nothing is in flight.
 
-    loop ── submit ─► thread: post piece, poll it, `landed`, post the next … ── call_soon_threadsafe ─► ReadState.end
+    loop ── submit ─► thread: post a piece, poll it, verify it, post the next … ── call_soon_threadsafe ─► ReadState.end
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -22,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 from anyio.abc import TaskGroup
 
-from connectors.memory import BlockIds, KVMemory, runs
+from connectors.memory import KVMemory
 from connectors.transports.face import Landed, PeerKey, ReadOrder, ReadState, TransportUnavailable
 from connectors.transports.nixl_agent import make_agent
 
-PIECE_BYTES = 3 << 20  # verified on another core while the next is in flight; at most 16 MiB (see shared notes)
+PIECE_BYTES = 3 << 20  # verified while it is in the cache; over 16 MiB a call would block the thread for too long
+LAST_BLOCKS = 32  # of a READ: verified while the release is on its way
 _SPIN_S = 0.002  # a READ this young is polled without a nap worth the name
 _STOP_S = 1.0
 
@@ -52,10 +54,15 @@ class _Remote:
 
 
 class _Transfer:
-    def __init__(self, order: ReadOrder, landed: Landed, reading: NixlReading, remote: _Remote) -> None:
-        self.order, self.landed, self.reading, self.remote = order, landed, reading, remote
-        self.pieces: list[tuple[int, int]] = []  # [first, last) positions, next one last
-        self.piece = (0, 0)
+    def __init__(
+        self, order: ReadOrder, landed: Landed, reading: NixlReading, remote: _Remote, memory: KVMemory
+    ) -> None:
+        self.landed, self.reading, self.remote = landed, reading, remote
+        self.local, self.remote_rows = _descriptors(order, memory.address, memory.block_bytes)
+        self.mergeable = bool(np.logical_and(np.diff(order.targets) == 1, np.diff(order.sources) == 1).any())
+        self.size = order.targets.size
+        self.verified = 0  # positions before this one
+        self.piece = (0, 0)  # [first, last) positions: in flight, or the last one that landed
         self.handle: Any = None
         self.posted_at = 0.0
 
@@ -109,9 +116,9 @@ class NixlTransport:
             try:
                 call()
             except Exception as error:
-                self._to_loop(settle, error)
+                self._to_loop(partial(settle, error))
             else:
-                self._to_loop(settle, None)
+                self._to_loop(partial(settle, None))
 
         self._jobs.put(job)
         await done
@@ -159,11 +166,10 @@ class NixlTransport:
 
     def _begin(self, order: ReadOrder, landed: Landed, reading: NixlReading) -> None:
         try:
-            transfer = _Transfer(order, landed, reading, self._remote_of(order))
+            transfer = _Transfer(order, landed, reading, self._remote_of(order), self._memory)
         except Exception as error:
-            self._to_loop(reading.end, f"add_remote_agent: {error}")
+            self._to_loop(partial(reading.end, f"add_remote_agent: {error}"))
             return
-        transfer.pieces = _pieces(order.targets.size, max(1, PIECE_BYTES // self._memory.block_bytes))
         transfer.remote.active += 1
         self._active.append(transfer)
         if reading.stopped:
@@ -184,29 +190,37 @@ class NixlTransport:
         try:
             handle = transfer.handle
             state = self._post(transfer) if handle is None else self._agent.check_xfer_state(handle)
+            if state == "PROC":
+                return
+            if state != "DONE":
+                raise RuntimeError(f"the READ ended in state {state}")
+            self._agent.release_xfer_handle(transfer.handle)
+            transfer.handle = None
+            self._landed(transfer)
         except Exception as error:
             self._fail(transfer, error)
-            return
-        if state == "PROC":
-            return
-        if state != "DONE":
-            self._fail(transfer, RuntimeError(f"the READ ended in state {state}"))
-            return
-        self._agent.release_xfer_handle(transfer.handle)
-        transfer.handle = None
-        transfer.landed(*transfer.piece)
-        if not transfer.pieces:
-            self._end(transfer, None)
+
+    def _landed(self, transfer: _Transfer) -> None:
+        """Verify while the bytes are in the cache, but leave the last ones until the end has been told."""
+        first, last = transfer.piece
+        if last <= transfer.size - LAST_BLOCKS:
+            transfer.landed(first, last)
+            transfer.verified = last
+        if last == transfer.size:
+            self._end(transfer, None, verified=False)
+            transfer.landed(transfer.verified, last)
+            self._to_loop(transfer.reading.rest)
         elif transfer.reading.stopped:
             self._end(transfer, "stopped")
 
     def _post(self, transfer: _Transfer) -> str:
         """The next piece. The call may copy the whole piece before it returns."""
-        first, last = transfer.piece = transfer.pieces.pop()
-        order, size, agent = transfer.order, self._memory.block_bytes, self._agent
-        local, remote = _descriptors(
-            order.targets[first:last], self._memory.address, order.sources[first:last], order.opened.pool_address, size
-        )
+        agent, first = self._agent, transfer.piece[1]
+        last = min(first + max(1, PIECE_BYTES // self._memory.block_bytes), transfer.size)
+        transfer.piece = first, last
+        local, remote = transfer.local[first:last], transfer.remote_rows[first:last]
+        if transfer.mergeable:
+            local, remote = _merged(local, remote)
         transfer.handle = agent.initialize_xfer(
             "READ", agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM"), transfer.remote.name
         )
@@ -221,11 +235,11 @@ class NixlTransport:
         transfer.remote.doomed = True
         self._end(transfer, f"{type(error).__name__}: {error}")
 
-    def _end(self, transfer: _Transfer, failure: str | None) -> None:
+    def _end(self, transfer: _Transfer, failure: str | None, *, verified: bool = True) -> None:
+        self._to_loop(partial(transfer.reading.end, failure, verified=verified))
         self._active.remove(transfer)
         transfer.remote.active -= 1
         self._bury()
-        self._to_loop(transfer.reading.end, failure)
 
     def _doom(self, peer: PeerKey) -> None:
         for remote in self._remotes.values():
@@ -240,26 +254,31 @@ class NixlTransport:
                 with contextlib.suppress(Exception):
                     self._agent.remove_remote_agent(remote.name)
 
-    def _to_loop(self, call: Callable[..., None], value: object) -> None:
+    def _to_loop(self, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            self._loop.call_soon_threadsafe(call, value)
+            self._loop.call_soon_threadsafe(call)
 
 
-def _pieces(size: int, per_piece: int) -> list[tuple[int, int]]:
-    """[first, last) of each piece, the first one at the end of the list."""
-    return [(first, min(first + per_piece, size)) for first in range(0, size, per_piece)][::-1]
-
-
-def _descriptors(
-    targets: BlockIds, target_base: int, sources: BlockIds, source_base: int, block_bytes: int
-) -> tuple[Descriptors, Descriptors]:
-    """One row per run of blocks that are neighbours on both sides."""
-    spans = np.array(runs(targets, sources), dtype=np.int64)
-    starts, lengths = spans[:, 0], spans[:, 1] * block_bytes
+def _descriptors(order: ReadOrder, base: int, block_bytes: int) -> tuple[Descriptors, Descriptors]:
+    """(local, remote), one row per block."""
     both = []
-    for block_ids, base in ((targets, target_base), (sources, source_base)):
-        rows = np.zeros((len(spans), 3), dtype=np.uint64)
-        rows[:, 0] = block_ids[starts].astype(np.uint64) * np.uint64(block_bytes) + np.uint64(base)
-        rows[:, 1] = lengths
+    for block_ids, start in ((order.targets, base), (order.sources, order.opened.pool_address)):
+        rows = np.zeros((block_ids.size, 3), dtype=np.uint64)
+        rows[:, 0] = block_ids.astype(np.uint64) * np.uint64(block_bytes) + np.uint64(start)
+        rows[:, 1] = block_bytes
         both.append(rows)
+    return both[0], both[1]
+
+
+def _merged(local: Descriptors, remote: Descriptors) -> tuple[Descriptors, Descriptors]:
+    """Rows that follow each other in memory on both sides, as one."""
+    length = local[0, 1]
+    follows = np.logical_and(np.diff(local[:, 0]) == length, np.diff(remote[:, 0]) == length)
+    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    lengths = np.diff(starts, append=len(local)).astype(np.uint64) * length
+    both = []
+    for rows in (local, remote):
+        merged = rows[starts]
+        merged[:, 1] = lengths
+        both.append(merged)
     return both[0], both[1]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from functools import partial
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from actors.messages.lease import BlocksFollow, LeaseRefused, ReadBlocks
@@ -42,6 +44,7 @@ class TcpTransport:
 
     async def start(self, memory: KVMemory, tasks: TaskGroup) -> None:
         self._memory, self._tasks = memory, tasks
+        self._hashing = anyio.CapacityLimiter(2)
 
     def read(self, order: ReadOrder, landed: Landed) -> TcpReading:
         reading = TcpReading()
@@ -107,13 +110,14 @@ class TcpTransport:
     async def _receive(self, connection: socket.socket, order: ReadOrder, landed: Landed) -> None:
         blocks_per_piece = max(1, PIECE_BYTES // self._memory.block_bytes)
         reported = 0
-        for start, length in runs(order.targets):
-            for first in range(start, start + length, blocks_per_piece):
-                last = min(first + blocks_per_piece, start + length)
-                await _fill(connection, self._memory.span(int(order.targets[first]), last - first))
-                if last - reported >= blocks_per_piece or last == order.targets.size:
-                    landed(reported, last)
-                    reported = last
+        async with anyio.create_task_group() as checks:
+            for start, length in runs(order.targets):
+                for first in range(start, start + length, blocks_per_piece):
+                    last = min(first + blocks_per_piece, start + length)
+                    await _fill(connection, self._memory.span(int(order.targets[first]), last - first))
+                    if last - reported >= blocks_per_piece or last == order.targets.size:
+                        checks.start_soon(partial(to_thread.run_sync, landed, reported, last, limiter=self._hashing))
+                        reported = last
 
 
 def _lives(connection: socket.socket) -> bool:

@@ -1,4 +1,4 @@
-"""Endpoints for the tests: one in this process, and one in a process of its own that a test may stop, continue and kill.
+"""Endpoints for the tests: one in this process, and one in a process of its own that a test may stop and kill.
 
 The pool of a peer process is filled from its seed (`pattern`), so a test knows every byte without asking.
 """
@@ -54,7 +54,8 @@ class Side:
     """An endpoint of this process with its pool and its reports."""
 
     def __init__(self, pool: npt.NDArray[np.uint8], layout: KVLayout, **settings: Any) -> None:
-        self.layout, self.reports = layout, []  # type: tuple[KVLayout, list[TransferReport]]
+        self.layout = layout
+        self.reports: list[TransferReport] = []
         self._changed = anyio.Event()
         self.blocks = pool.reshape(-1, layout.block_bytes)
         values: dict[str, Any] = {
@@ -119,8 +120,8 @@ class PeerProcess:
     """A prefill endpoint in a process of its own (spawned). Used from the test's thread, line by line."""
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = {"seed": 1, "num_blocks": 256, "epoch": 1, "port": 0, "transport": "tcp", "lease_s": 30.0}
-        self.settings |= settings
+        self.settings: dict[str, Any] = {"seed": 1, "num_blocks": 256, "epoch": 1, "port": 0, "transport": "tcp"}
+        self.settings |= {"lease_s": 30.0} | settings
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.connectors.peer", json.dumps(self.settings)],
             stdin=subprocess.PIPE,
@@ -130,9 +131,8 @@ class PeerProcess:
             env=os.environ | settings.get("env", {}),
         )
         self.port = int(self._line("ready")[0])
-        layout = self.settings.get("layout") or LAYOUT
-        self.blocks = pattern(self.settings["seed"], self.settings["num_blocks"], layout.block_bytes).reshape(
-            self.settings["num_blocks"], -1
+        self.blocks = pattern(self.settings["seed"], self.settings["num_blocks"], LAYOUT.block_bytes).reshape(
+            -1, LAYOUT.block_bytes
         )
 
     def _line(self, word: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from actors.configuration import Transport
 from actors.messages.transfer import BlocksLanded, TransferFailed
 from connectors.transports.choose import available
 from tests.connectors.harness import PeerProcess, reader
@@ -13,7 +14,7 @@ TRANSPORTS = available()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_bytes_that_land_are_the_senders(transport: str) -> None:
+async def test_the_bytes_that_land_are_the_senders(transport: Transport) -> None:
     with PeerProcess(transport=transport) as peer:
         async with reader(transport=transport) as side:
             sources, targets = [5, 6, 7, 200, 3, 255, 0], [9, 10, 11, 12, 40, 1, 0]
@@ -29,7 +30,7 @@ async def test_the_bytes_that_land_are_the_senders(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_blocks_from_the_local_prefix_cache_are_not_read(transport: str) -> None:
+async def test_blocks_from_the_local_prefix_cache_are_not_read(transport: Transport) -> None:
     with PeerProcess(transport=transport) as peer:
         async with reader(transport=transport) as side:
             ticket = peer.grant("a", range(10, 20))
@@ -40,7 +41,7 @@ async def test_blocks_from_the_local_prefix_cache_are_not_read(transport: str) -
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_lease_that_expired_before_the_read_gives_nothing(transport: str) -> None:
+async def test_a_lease_that_expired_before_the_read_gives_nothing(transport: Transport) -> None:
     with PeerProcess(transport=transport, lease_s=0.2) as peer:
         async with reader(transport=transport) as side:
             ticket = peer.grant("a", [1, 2, 3])
