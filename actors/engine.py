@@ -74,6 +74,7 @@ class EngineActors:
             await system.start(admission)
             await system.start(scheduler)
             ready = await worker.ready()
+            watchdog.warmed_up(ready.seconds_per_token)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await worker.stop()

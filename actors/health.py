@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 SILENCE_S = 5.0  # an actor that has not answered its ping, or runnable requests without a plan, for longer
-STEP_FACTOR = 10  # a step may take this many times the longest seen at its size
+STEP_FACTOR = 10  # a step may take this many times the longest seen at its size, or its tokens at the warm-up's pace
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -21,19 +21,25 @@ class Watchdog:
 
     def __init__(self, max_quarantined_blocks: int) -> None:
         self._max_quarantined_blocks = max_quarantined_blocks
-        self._in_flight: dict[int, tuple[float, int]] = {}  # step -> (dispatched at, size class)
+        self._seconds_per_token = 0.0
+        self._in_flight: dict[int, tuple[float, int]] = {}  # step -> (dispatched at, tokens)
         self._longest: dict[int, float] = {}  # size class -> seconds
         self._runnable_since: float | None = None
         self._quarantined = 0
 
+    def warmed_up(self, seconds_per_token: float) -> None:
+        """What the first step of a size is measured by: a large one may rightly take more than SILENCE_S."""
+        self._seconds_per_token = seconds_per_token
+
     def step_dispatched(self, step: int, num_tokens: int, now: float) -> None:
-        self._in_flight[step] = (now, num_tokens.bit_length())
+        self._in_flight[step] = (now, num_tokens)
         self._runnable_since = None
 
     def step_completed(self, step: int, now: float) -> None:
         dispatched = self._in_flight.pop(step, None)
         if dispatched is not None:
-            at, size = dispatched
+            at, num_tokens = dispatched
+            size = num_tokens.bit_length()
             self._longest[size] = max(self._longest.get(size, 0.0), now - at)
 
     def runnable(self, waiting_for_a_plan: bool, now: float) -> None:
@@ -51,8 +57,8 @@ class Watchdog:
         for actor, silence in silences.items():
             if silence > SILENCE_S:
                 return Health(False, f"actor {actor} has not answered for {silence:.1f} s")
-        for step, (at, size) in self._in_flight.items():
-            limit = max(SILENCE_S, STEP_FACTOR * self._longest.get(size, 0.0))
+        for step, (at, num_tokens) in self._in_flight.items():
+            limit = self._limit(num_tokens)
             if now - at > limit:
                 return Health(False, f"step {step} runs for {now - at:.1f} s; its limit is {limit:.1f} s")
         if self._runnable_since is not None and now - self._runnable_since > SILENCE_S:
@@ -62,3 +68,7 @@ class Watchdog:
                 False, f"{self._quarantined} KV blocks are quarantined; the budget is {self._max_quarantined_blocks}"
             )
         return Health(True)
+
+    def _limit(self, num_tokens: int) -> float:
+        longest = self._longest.get(num_tokens.bit_length(), 0.0)
+        return max(SILENCE_S, STEP_FACTOR * max(longest, self._seconds_per_token * num_tokens))

@@ -49,7 +49,7 @@ async def run_worker(settings: WorkerSettings) -> None:
     )
     loop = asyncio.get_running_loop()
     runner = await loop.run_in_executor(thread, make_runner)
-    await loop.run_in_executor(thread, runner.warm_up)
+    seconds_per_token = await loop.run_in_executor(thread, runner.warm_up)
     pool = runner.kv_pool
     async with anyio.create_task_group() as tasks, ActorSystem() as system:
         link = Link(inherited_socket(), "the engine")
@@ -80,7 +80,9 @@ async def run_worker(settings: WorkerSettings) -> None:
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(until_failure)
-        await startup.tell(WorkerReady(os.getpid(), transfer_actor.control_port, transfer_actor.transport_name))
+        await startup.tell(
+            WorkerReady(os.getpid(), transfer_actor.control_port, transfer_actor.transport_name, seconds_per_token)
+        )
         await link.run()
         tasks.cancel_scope.cancel()
     if system.failure is not None:

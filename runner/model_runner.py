@@ -84,8 +84,12 @@ class ModelRunner:
             sample_s=self._clock() - computed,
         )
 
-    def warm_up(self) -> None:
-        """One prefill with a context, decodes and a draw, in the null block: the first request then finds all ready."""
+    def warm_up(self) -> float:
+        """One prefill with a context, decodes and a draw, in the null block: the first request then finds all ready.
+
+        Returns the seconds that the prefill took per token.
+        """
+        started, seconds_per_token = self._clock(), 0.0
         state = NewRequest("", np.zeros(_WARM_UP_TOKENS + 16, np.int32).tobytes(), 1, SamplingParams(temperature=1.0))
         table = RequestTable(self._geometry.block_size)
         num_blocks = -(-_WARM_UP_TOKENS // self._geometry.block_size) + 16
@@ -104,6 +108,8 @@ class ModelRunner:
                 batch = self._builder.build(table.apply(plan))
                 self._sample(batch, self._forward(batch))
                 self.kv_pool.tensor[0].zero_()
+            seconds_per_token = seconds_per_token or (self._clock() - started) / scheduled
+        return seconds_per_token
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         if batch.fresh_blocks is not None:

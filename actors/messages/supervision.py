@@ -19,6 +19,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     pid: int
     control_port: int  # of the TransferActor's TCP listener
     transport: str  # "nixl" | "tcp", what `auto` came to
+    seconds_per_token: float = 0.0  # of the warm-up's prefill
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):

@@ -39,6 +39,18 @@ def test_a_step_may_take_ten_times_the_longest_of_its_size() -> None:
     assert not dog.verdict({}, now=36.1).healthy
 
 
+def test_the_first_large_step_may_take_ten_times_its_tokens_at_the_pace_of_the_warm_up() -> None:
+    dog = watchdog()
+    dog.warmed_up(0.004)  # 1 s for 256 tokens
+    dog.step_dispatched(1, 2048, now=0.0)
+    assert dog.verdict({}, now=81.9).healthy  # 10 × 2,048 × 0.004 s = 81.92 s
+    assert not dog.verdict({}, now=82.0).healthy
+    dog.step_completed(1, now=82.0)
+    dog.step_dispatched(2, 64, now=100.0)
+    assert dog.verdict({}, now=105.0).healthy  # 10 × 64 × 0.004 s is less than 5 s
+    assert not dog.verdict({}, now=105.1).healthy
+
+
 def test_runnable_requests_without_a_plan_are_unhealthy() -> None:
     dog = watchdog()
     dog.runnable(True, now=1.0)
