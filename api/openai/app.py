@@ -18,8 +18,11 @@ from api.serving import PORT
 PROTECTED = ("/v1", "/tokenize", "/debug")
 
 
-def make_app(engine: EngineHandle, wall_clock: Callable[[], float] = time.time) -> web.Application:
-    """Serve it with `api.serving.serve`. Raises ConfigurationError when the model's tokenizer cannot be read."""
+def make_app(
+    engine: EngineHandle, wall_clock: Callable[[], float] = time.time, tokenizer: Tokenizer | None = None
+) -> web.Application:
+    """Serve it with `api.serving.serve`. Without `tokenizer` it is read from the model's folder, which takes some
+    tenths of a second; raises ConfigurationError when it cannot be read."""
     configuration = engine.configuration
     app = web.Application(
         middlewares=[request_ids(engine.new_id), openai_errors, require_key(configuration.api_key, PROTECTED)],
@@ -27,7 +30,8 @@ def make_app(engine: EngineHandle, wall_clock: Callable[[], float] = time.time) 
     )
     app[PORT] = []
     app.on_response_prepare.append(add_request_id)
-    tokenizer = Tokenizer(engine.description, lambda: datetime.fromtimestamp(wall_clock()))
+    if tokenizer is None:
+        tokenizer = Tokenizer(engine.description, lambda: datetime.fromtimestamp(wall_clock()))
     completions = Completions(engine, tokenizer, wall_clock)
     reports = Reports(engine, tokenizer, completions.engine_id_of, started_at=int(wall_clock()))
     app.router.add_post("/v1/chat/completions", completions.chat)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import anyio
 import msgspec
 import tokenizers
@@ -38,9 +41,11 @@ from actors.output_stream import OutputStream
 from api.engine_handle import Health
 from api.metrics import EngineMetrics
 from api.openai.app import make_app
+from api.openai.tokenizing import Tokenizer
 from api.serving import serve
 
 MODEL = "smollm2-135m-instruct"
+NOW = 1_700_000_000.5  # seconds since 1970, of every endpoint here
 SECRET = b"0123456789abcdef0123456789abcdef"
 STORY = RequestStory(
     "known", True, (StoryInterval("waiting", 10.0, 10.5, "budget"), StoryInterval("running", 10.5, 12.0))
@@ -175,6 +180,7 @@ class Server:
     system: ActorSystem
     url: str
     http: aiohttp.ClientSession
+    router: aiohttp.web.UrlDispatcher
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -189,6 +195,11 @@ class Server:
         return self.engine.metrics.registry.get_sample_value(name, labels)
 
 
+@functools.cache
+def tokenizer_of(description: ModelDescription) -> Tokenizer:
+    return Tokenizer(description, lambda: datetime.fromtimestamp(NOW))
+
+
 @asynccontextmanager
 async def serving(
     description: ModelDescription, *, max_model_len: int = 8192, kv_secret: bytes | None = SECRET, **settings: Any
@@ -198,10 +209,11 @@ async def serving(
         address = await system.start(admission)
         configuration = msgspec.convert(settings, EngineConfiguration)
         engine = ScriptedEngine(configuration, description, address, max_model_len, kv_secret=kv_secret)
-        runner, port = await serve(make_app(engine, wall_clock=lambda: 1_700_000_000.5), "127.0.0.1", 0)
+        app = make_app(engine, lambda: NOW, tokenizer_of(description))
+        runner, port = await serve(app, "127.0.0.1", 0)
         try:
             async with aiohttp.ClientSession() as http:
-                yield Server(engine, admission, system, f"http://127.0.0.1:{port}", http)
+                yield Server(engine, admission, system, f"http://127.0.0.1:{port}", http, app.router)
         finally:
             await runner.cleanup()
 
