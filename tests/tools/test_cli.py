@@ -43,10 +43,9 @@ def test_a_command_s_help_needs_no_torch_and_no_server(name: str) -> None:
 
 
 def test_help_names_every_command_and_an_unknown_one_is_refused() -> None:
-    shown = CliRunner().invoke(main, ["--help"]).output
+    shown = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
     for name, entry in COMMANDS.items():
-        assert f"  {name} " in shown
-        assert entry.summary in shown
+        assert f"{name} {entry.summary}" in shown
     refused = CliRunner().invoke(main, ["serv"])
     assert refused.exit_code == 2
     assert "No such command 'serv'" in refused.output
