@@ -51,6 +51,8 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if error.status < 400:
             raise
         return error_response(_of_http_exception(request, error))
+    except web.RequestPayloadError as error:
+        return error_response(ApiError(400, f"the body cannot be read: {error}", code="invalid_body"))
     except Exception as error:
         return error_response(client_view(error, request))
 

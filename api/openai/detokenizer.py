@@ -33,13 +33,13 @@ class Vocabulary:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self.byte_level = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
         self._bytes: dict[int, bytes] = {}
 
     def detokenizer(self) -> Detokenizer:
-        return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self)
+        return ByteLevelDetokenizer(self) if self.byte_level else WindowDetokenizer(self)
 
     def has_text(self, token_id: int) -> bool:
         """Special and unknown tokens have none."""

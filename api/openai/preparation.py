@@ -21,7 +21,7 @@ from api.errors import ApiError, InvalidRequest
 from api.openai.bodies import ChatBody, CompletionsBody, GenerationBody, StreamOptions, json_object
 from api.openai.handover import FIELD, Handover, check_ticket, parse_handover
 from api.openai.messages import template_messages
-from api.openai.tokenizing import Tokenizer
+from api.openai.tokenizing import TextTooLong, Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -134,11 +134,21 @@ class Preparation:
         return min([*asked, LONGEST_TIMEOUT]) if asked else self._engine.configuration.request_timeout
 
     async def _prompt(self, body: ChatBody | CompletionsBody) -> tuple[int, ...]:
+        limit = self._engine.max_model_len
+        try:
+            return await self._token_ids(body, limit)
+        except TextTooLong as error:
+            raise _beyond_context(
+                f"the context holds {limit} tokens, the prompt has at least {error.least_tokens}",
+                "messages" if isinstance(body, ChatBody) else "prompt",
+            ) from None
+
+    async def _token_ids(self, body: ChatBody | CompletionsBody, limit: int) -> tuple[int, ...]:
         if isinstance(body, ChatBody):
-            return await self._tokenizer.encode_messages(template_messages(body.messages))
+            return await self._tokenizer.encode_messages(template_messages(body.messages), limit=limit)
         prompt = _one_prompt(body.prompt)
         if isinstance(prompt, str):
-            token_ids = await self._tokenizer.encode_prompt(prompt)
+            token_ids = await self._tokenizer.encode_prompt(prompt, limit=limit)
         else:
             token_ids = _checked_ids(prompt, self._tokenizer.vocab_size)
         if not token_ids:
@@ -154,12 +164,10 @@ class Preparation:
         if asked is None:
             asked = limit - num_prompt if chat else DEFAULT_COMPLETION_TOKENS
         if num_prompt + asked > limit:
-            raise ApiError(
-                400,
+            raise _beyond_context(
                 f"the context holds {limit} tokens, but the prompt has {num_prompt} and up to {asked} are asked for: "
                 f"{num_prompt + asked} together",
-                code=RefusalReason.CONTEXT_LENGTH_EXCEEDED.value,
-                param=field,
+                field,
             )
         return asked
 
@@ -178,6 +186,10 @@ def check_model(engine: EngineHandle, model: str) -> None:
             code="model_not_found",
             param="model",
         )
+
+
+def _beyond_context(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(message, param, RefusalReason.CONTEXT_LENGTH_EXCEEDED.value)
 
 
 def _one_prompt(prompt: str | list[Any]) -> str | list[Any]:

@@ -206,6 +206,25 @@ async def test_an_overlong_request_is_told_both_numbers(description: ModelDescri
         assert (await server.post(*text(prompt=[5] * 60, max_tokens=40)))[0] == 200
 
 
+async def test_a_text_far_too_long_is_not_even_tokenised(description: ModelDescription) -> None:
+    """The longest token of SmolLM2 has 81 characters, so 100,001 times that many are more than 100,000 tokens."""
+    words = "word " * 1_620_000
+    async with serving(description, max_model_len=100_000) as server:
+        for request, param, least in (
+            (text(prompt=words + "x"), "prompt", 100_001),
+            (chat(messages=[{"role": "user", "content": words}]), "messages", 100_002),  # with the template's text
+        ):
+            error = await refused(server, request, 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert f"holds 100000 tokens, the prompt has at least {least}" in error["message"]
+
+
+async def test_a_body_that_is_not_what_its_header_says(description: ModelDescription) -> None:
+    async with serving(description) as server:
+        error = await refused(server, raw(b"no gzip"), 400, **{"Content-Encoding": "gzip"})
+        assert error["code"] == "invalid_body"
+
+
 async def test_unknown_model(description: ModelDescription) -> None:
     async with serving(description, served_model_name="mine") as server:
         for request in (chat(), text()):

@@ -122,6 +122,16 @@ def test_a_broken_model_folder_is_an_error_at_start(description: ModelDescriptio
         Tokenizer(broken, lambda: NOW)
 
 
+async def test_no_text_that_fits_is_refused_untokenised(description: ModelDescription, tokenizer: Any) -> None:
+    """The longest tokens there are, over and over, with a limit of just as many tokens as they make."""
+    ours = Tokenizer(description, lambda: NOW)
+    longest = sorted((tokenizer.decode([token_id]) for token_id in range(17, 49_152)), key=len)[-20:]
+    for token_text in longest:
+        text = token_text * 5
+        expected = tokenizer.encode(text).ids
+        assert list(await ours.encode_prompt(text, limit=len(expected))) == expected
+
+
 async def test_tokenize(description: ModelDescription, reference: dict[str, Any]) -> None:
     async with serving(description) as server:
         # As vllm bench serve asks.
