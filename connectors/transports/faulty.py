@@ -7,7 +7,7 @@
     death:P      the link to the peer breaks before a control message
     corrupt:P    one bit of a READ is wrong when it lands
     stall:P      a READ neither ends nor can be stopped until stall_s have passed
-    slow:P       a READ goes in SLOW_PARTS parts with equal pauses between them, slow_s in all
+    slow:P       a READ goes in up to SLOW_PARTS parts with equal pauses behind them, slow_s in all
 
 P is a probability from 0 to 1; delay_s, stall_s, slow_s and the seed are numbers. One plan is one stream of decisions:
 the same seed and the same order of events give the same faults.
@@ -235,7 +235,7 @@ class FaultyTransport:
             except ReadFailed as error:
                 failure = error.detail
             await part.wait_quiet()
-            with anyio.move_on_after(self._faults.plan.slow_s / SLOW_PARTS):
+            with anyio.move_on_after(self._faults.plan.slow_s / len(starts)):
                 await reading.stopped.wait()
                 failure = failure or "stopped"
             if failure is not None:

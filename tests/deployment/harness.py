@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 ROOT = Path(__file__).parents[2]
 MARK = "KVYARD_TEST_DEPLOYMENT"
 READY_S = 120.0
@@ -103,6 +105,47 @@ class Deployment:
 
     def engine(self, engine_id: str) -> dict[str, Any]:
         return next(engine for engine in self.engines() if engine["engine_id"] == engine_id)
+
+    def intervals(self, request_id: str, engine_id: str) -> list[dict[str, Any]]:
+        """The story of a request at one engine, by the X-Request-ID that its client sent. Raises OSError: none yet."""
+        return list(get_json(f"{self.engine(engine_id)['url']}/debug/requests/{request_id}")["intervals"])
+
+    def wait_state(self, request_id: str, engine_id: str, reason: str, seconds: float = 30.0, age: float = 0.0) -> None:
+        """Until the request has been in the state `reason` at the engine for `age` seconds."""
+
+        def there() -> bool:
+            last = self.intervals(request_id, engine_id)[-1]
+            return bool(last["reason"] == reason and last["seconds"] >= age)
+
+        wait_for(f"{request_id} is {reason} for {age:g} s at {engine_id}", there, seconds, pause=0.01)
+
+    def metric(self, engine_id: str, name: str, **labels: str) -> float:
+        """One sample of an engine's own /metrics."""
+        with urllib.request.urlopen(f"{self.engine(engine_id)['url']}/metrics", timeout=10.0) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return next(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and sample.labels == labels
+        )
+
+    def signal(self, engine_id: str, number: signal.Signals, *, engine: bool = True, worker: bool = True) -> None:
+        found = self.engine(engine_id)
+        for pid in [found["pid"]] * engine + found["worker_pids"] * worker:
+            os.kill(pid, number)
+
+    def wait_restarted(self, before: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:
+        """Until the engine that `before` lists is healthy again at the same port, with a higher epoch."""
+
+        def back() -> dict[str, Any] | None:
+            now = self.engine(before["engine_id"])
+            return now if now["healthy"] and now["epoch"] > before["epoch"] else None
+
+        after: dict[str, Any] = wait_for(f"{before['engine_id']} is back", back, seconds)
+        assert (after["url"], after["role"]) == (before["url"], before["role"])
+        assert after["pid"] != before["pid"]
+        return after
 
     def blocks(self) -> dict[str, dict[str, Any]]:
         return dict(get_json(f"{self.url}/debug/blocks"))
