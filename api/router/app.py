@@ -53,6 +53,7 @@ class RouterApp:
         app.router.add_post("/v1/completions", self.forward)
         app.router.add_post("/tokenize", self.ask_any)
         app.router.add_get("/v1/models", self.ask_any)
+        app.router.add_get("/v1/models/{model:.+}", self.ask_any)
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.health)
         app.router.add_get("/metrics", self.metrics)

@@ -20,7 +20,7 @@ LOST_AFTER = 2
 Side = Literal["prefill", "decode"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """One engine, by the URL that the router was given."""
 
@@ -150,23 +150,26 @@ class Fleet:
         healthy = [engine for engine in self.engines if engine.healthy and engine.url not in tried]
         prefills = [engine for engine in healthy if engine.side == "prefill"]
         decodes = [engine for engine in healthy if engine.side == "decode"]
-        partners = {
-            decode.url: [] if decode.role == "both" else [p for p in prefills if self.compatible(p, decode)]
-            for decode in decodes
-        }
+        partners = {decode.url: [p for p in prefills if self.reads(decode, p)] for decode in decodes}
         whole = [decode for decode in decodes if decode.role == "both" or partners[decode.url]]
         decode = self._next(whole or decodes)
         if decode is None:
             return None
         return Choice(self._next(partners[decode.url]), decode)
 
-    def decode_for(self, prefill: Engine | None, tried: Collection[str]) -> Engine | None:
-        """Another decode engine, for a prompt that `prefill` holds or (None) that nobody has computed."""
-        healthy = [e for e in self.engines if e.side == "decode" and e.healthy and e.url not in tried]
+    def decode_for(self, prefill: Engine | None, tried: Collection[str], chosen: Engine | None) -> Engine | None:
+        """The decode engine for a prompt that `prefill` holds or (None) that nobody has computed.
+
+        It is the one `chosen` at first unless that has become unfit meanwhile.
+        """
+        fit = [e for e in self.engines if e.side == "decode" and e.healthy and e.url not in tried]
         if prefill is not None:
-            readers = [engine for engine in healthy if engine.role != "both" and self.compatible(prefill, engine)]
-            healthy = readers or healthy
-        return self._next(healthy)
+            fit = [engine for engine in fit if self.reads(engine, prefill)] or fit
+        return chosen if chosen in fit else self._next(fit)
+
+    def reads(self, decode: Engine, prefill: Engine) -> bool:
+        """The decode engine can take over what the prefill engine holds."""
+        return decode.role != "both" and self.compatible(prefill, decode)
 
     def _next(self, engines: Sequence[Engine]) -> Engine | None:
         if not engines:

@@ -69,6 +69,7 @@ class Route:
     asking: Question | None = None
     retries: list[str] = field(default_factory=list)  # why another engine, or none, was asked; for the metrics
     _prefill: Engine | None = None  # that holds the ticket's blocks
+    _decode: Engine | None = None  # chosen together with the prefill engine
     _ticket: Any = None
     _ticket_uses: int = 0
     _silent_prefills: int = 0
@@ -77,14 +78,7 @@ class Route:
     _trouble: list[str] = field(default_factory=list)
 
     def start(self, now: float) -> Effect:
-        choice = self.fleet.choose(self._tried)
-        if now >= self.deadline:
-            return self._expired()
-        if choice is None:
-            return self._none_left()
-        if choice.prefill is None:
-            return self._ask_decode(choice.decode, now)
-        return self._ask(AskPrefill(choice.prefill, (self.deadline - now) / 2))
+        return self._next_prefill(now)
 
     def prefilled(self, ticket: Any, now: float) -> Effect:
         """The prefill engine's ticket, or None when its answer carried none."""
@@ -133,6 +127,7 @@ class Route:
         choice = self.fleet.choose(self._tried)
         if choice is None:
             return self._none_left()
+        self._decode = choice.decode
         if choice.prefill is not None and self._silent_prefills < MAX_SILENT_PREFILLS:
             return self._ask(AskPrefill(choice.prefill, (self.deadline - now) / 2))
         if self._full:
@@ -144,12 +139,12 @@ class Route:
         if self._ticket_uses >= TICKET_USES:
             self._ticket = None
         holder = None if self._ticket is None else self._prefill
-        engine = self.fleet.decode_for(holder, self._tried)
         if now >= self.deadline:
             return self._expired()
+        engine = self.fleet.decode_for(holder, self._tried, self._decode)
         if engine is None:
             return self._none_left()
-        if holder is not None and (engine.role == "both" or not self.fleet.compatible(holder, engine)):
+        if holder is not None and not self.fleet.reads(engine, holder):
             self._ticket = None
         return self._ask_decode(engine, now)
 
