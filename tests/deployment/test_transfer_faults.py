@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.deployment.clients import Question, ask, expected, in_background, prompt_of
-from tests.deployment.harness import Deployment
+from tests.deployment.clients import Departing, Question, ask, expected, in_background, prompt_of
+from tests.deployment.harness import Deployment, get_json, wait_for
 
 READ_S = 2.0
 LOAD_TIMEOUT_S = 6.0  # also a loaded machine reads in a third of it
@@ -74,3 +74,86 @@ def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment) -
     ask(deployment.url, Question(prompt_of("prose-300"))).must_be(expected("prose-300", 16))
     assert loads(deployment, "landed") == landed + 1
     ask(deployment.url, Question(prompt_of("prose-511"), max_tokens=24)).must_be(expected("prose-511", 24))
+
+
+def test_prefill_stands_still_so_that_only_the_deadline_notices(deployment: Deployment, transport: str) -> None:
+    before = deployment.engine("prefill-0")
+    recomputed = loads(deployment, "recomputed")
+    reading = in_background(deployment.url, Question(prompt_of("prose-777"), stream=True, request_id="stop-reading"))
+    deployment.wait_state("stop-reading", "decode-0", PARKED, age=READ_S / 4)
+    deployment.signal("prefill-0", signal.SIGSTOP)
+    try:
+        # This one finds a prefill engine that takes its question and never answers.
+        asked = in_background(deployment.url, Question(prompt_of("prose-129"), timeout=40.0))
+        reading.result().must_be(expected("prose-777", 16))
+        assert loads(deployment, "recomputed") == recomputed + 1
+        story = deployment.intervals("stop-reading", "decode-0")
+        assert [part["detail"] for part in story if part["detail"].startswith("load failed: deadline")], story
+        # Somebody else's standstill is not the decode engine's illness.
+        assert get_json(f"{deployment.engine('decode-0')['url']}/health")["healthy"]
+        if transport == "tcp":
+            # Its reader does the copying, so it has nothing to fear after it has stopped.
+            report = get_json(f"{deployment.engine('decode-0')['url']}/debug/blocks")
+            assert report["quarantined"] == 0
+        asked.result().must_be(expected("prose-129", 16))
+    finally:
+        deployment.signal("prefill-0", signal.SIGCONT)
+    deployment.wait_healthy()
+    after = deployment.engine("prefill-0")
+    assert (after["pid"], after["epoch"]) == (before["pid"], before["epoch"])
+    landed = loads(deployment, "landed")
+    ask(deployment.url, Question(prompt_of("random-333"))).must_be(expected("random-333", 16))
+    assert loads(deployment, "landed") == landed + 1
+
+
+def test_a_client_leaves_while_its_blocks_are_being_read(deployment: Deployment) -> None:
+    expired = deployment.metric("prefill-0", "kvyard_leases_expired_total")
+    recomputed = loads(deployment, "recomputed")
+    client = Departing(deployment.url, Question(prompt_of("prose-100"), max_tokens=64, request_id="leaving"))
+    deployment.wait_state("leaving", "decode-0", PARKED)
+    client.leave()
+    deployment.wait_state("leaving", "decode-0", "response")
+    deployment.wait_quiet(QUIET_S)
+    # Its lease was given back; nobody had to wait for its end.
+    assert deployment.metric("prefill-0", "kvyard_leases_expired_total") == expired
+    assert loads(deployment, "recomputed") == recomputed
+    ask(deployment.url, Question(prompt_of("prose-100"), max_tokens=8)).must_be(expected("prose-100", 8))
+
+
+def test_the_worker_of_prefill_is_killed(deployment: Deployment) -> None:
+    before = deployment.engine("prefill-0")
+    client = in_background(deployment.url, Question(prompt_of("prose-1024"), max_tokens=4, request_id="worker-killed"))
+    deployment.wait_state("worker-killed", "prefill-0", "prefill")
+    deployment.signal("prefill-0", signal.SIGKILL, engine=False)
+    client.result().must_be(expected("prose-1024", 4))
+    after = deployment.wait_restarted(before)
+    assert after["worker_pids"] != before["worker_pids"]
+    assert "it ended with exit code 70" in deployment.log()
+
+
+def test_decode_is_killed_while_it_loads_and_while_it_streams(deployment: Deployment) -> None:
+    before = deployment.engine("decode-0")
+    streaming = in_background(
+        deployment.url, Question(prompt_of("prose-48"), max_tokens=64, stream=True, request_id="dying-stream")
+    )
+    deployment.wait_state("dying-stream", "decode-0", "decode")
+    parked = in_background(deployment.url, Question(prompt_of("random-64"), request_id="dying-parked"))
+    deployment.wait_state("dying-parked", "decode-0", PARKED)
+    deployment.signal("decode-0", signal.SIGKILL, engine=False)
+    # There is no other decode engine, and a stream that has begun cannot begin again elsewhere.
+    streaming.result().must_be_right_or_an_error(expected("prose-48", 64))
+    parked.result().must_be_right_or_an_error(expected("random-64", 16))
+    assert parked.result().error is not None
+    deployment.wait_restarted(before)
+    ask(deployment.url, Question(prompt_of("prose-48"))).must_be(expected("prose-48", 16))
+
+
+def test_up_is_killed_in_the_middle_of_a_transfer(shared: Deployment) -> None:
+    """The last test of its deployment."""
+    shared.wait_healthy()
+    client = in_background(shared.url, Question(prompt_of("prose-17"), stream=True, request_id="up-killed"))
+    shared.wait_state("up-killed", "decode-0", PARKED)
+    shared.process.kill()
+    assert shared.process.wait(10.0) == -signal.SIGKILL
+    wait_for("no process of the deployment is left", lambda: not shared.leftovers(), 10.0)
+    assert client.result().broken is not None
