@@ -91,6 +91,7 @@ class Load:
         self._scope = anyio.CancelScope()
         self._cancelled = False
         self._reading: Reading | None = None
+        self._verified = 0
         self._wrong: list[int] = []  # local blocks whose bytes are not the sender's
 
     def cancel(self) -> None:
@@ -135,8 +136,8 @@ class Load:
             await self._reading.verified()
         if outcome is not ReleaseOutcome.GOOD:
             raise LoadFailed(outcome.value, "at release: what was read may be of another request")
-        if self._wrong:
-            detail = f"{len(self._wrong)} of {targets.size} blocks, local ids {self._wrong[:8]}"
+        if self._wrong or self._verified != targets.size:
+            detail = f"local blocks {self._wrong[:8]} of {targets.size}, {self._verified} looked at"
             raise LoadFailed("checksum", detail)
         return int(targets.size) * env.memory.block_bytes
 
@@ -182,6 +183,7 @@ class Load:
         expected = np.frombuffer(opened.checksums, dtype="<u8")[plan.indexes]
 
         def landed(first: int, last: int) -> None:
+            self._verified += last - first
             self._wrong.extend(differing(env.memory, plan.targets[first:last], expected[first:last]))
 
         self._reading = reading = transport.read(plan, landed)

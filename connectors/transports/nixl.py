@@ -208,8 +208,10 @@ class NixlTransport:
             transfer.verified = last
         if last == transfer.size:
             self._end(transfer, None, verified=False)
-            transfer.landed(transfer.verified, last)
-            self._to_loop(transfer.reading.rest)
+            try:
+                transfer.landed(transfer.verified, last)
+            finally:
+                self._to_loop(transfer.reading.rest)
         elif transfer.reading.stopped:
             self._end(transfer, "stopped")
 
@@ -236,6 +238,8 @@ class NixlTransport:
         self._end(transfer, f"{type(error).__name__}: {error}")
 
     def _end(self, transfer: _Transfer, failure: str | None, *, verified: bool = True) -> None:
+        if transfer not in self._active:
+            return
         self._to_loop(partial(transfer.reading.end, failure, verified=verified))
         self._active.remove(transfer)
         transfer.remote.active -= 1

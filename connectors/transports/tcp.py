@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Iterator
 from functools import partial
 
 import anyio
@@ -108,16 +109,28 @@ class TcpTransport:
         return connection
 
     async def _receive(self, connection: socket.socket, order: ReadOrder, landed: Landed) -> None:
+        """Fills the targets; each piece is verified on a thread while the next one arrives."""
         blocks_per_piece = max(1, PIECE_BYTES // self._memory.block_bytes)
         reported = 0
+        failure: Exception | None = None
         async with anyio.create_task_group() as checks:
-            for start, length in runs(order.targets):
-                for first in range(start, start + length, blocks_per_piece):
-                    last = min(first + blocks_per_piece, start + length)
+            try:
+                for first, last in _spans(order, blocks_per_piece):
                     await _fill(connection, self._memory.span(int(order.targets[first]), last - first))
                     if last - reported >= blocks_per_piece or last == order.targets.size:
                         checks.start_soon(partial(to_thread.run_sync, landed, reported, last, limiter=self._hashing))
                         reported = last
+            except (ReadFailed, OSError) as error:  # not through the task group, which would wrap it
+                failure = error
+        if failure is not None:
+            raise failure
+
+
+def _spans(order: ReadOrder, most: int) -> Iterator[tuple[int, int]]:
+    """[first, last) positions whose targets are neighbours in the pool, `most` blocks at a time."""
+    for start, length in runs(order.targets):
+        for first in range(start, start + length, most):
+            yield first, min(first + most, start + length)
 
 
 def _lives(connection: socket.socket) -> bool:

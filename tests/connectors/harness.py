@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
 from actors.configuration import Transport as TransportSetting
 from actors.messages.lease import KVLayout, Ticket
-from actors.messages.transfer import GrantLease, LoadBlocks, TransferReport
+from actors.messages.transfer import BlocksLanded, GrantLease, LoadBlocks, TransferFailed, TransferReport
 from connectors.endpoint import KVEndpoint
 from connectors.memory import KVMemory
 from connectors.ticket import unseal
@@ -77,14 +78,18 @@ class Side:
         self._changed.set()
 
     async def wait_for(self, kind: type[R], request_id: str, seconds: float = 10.0) -> R:
-        """The first report of this kind for this request."""
-        with anyio.fail_after(seconds):
+        """The first report of this kind for this request; fails with what was reported instead."""
+        with anyio.move_on_after(seconds):
             while True:
                 for report in self.reports:
                     if isinstance(report, kind) and getattr(report, "request_id", request_id) == request_id:
                         return report
+                ended = any(isinstance(report, TransferFailed | BlocksLanded) for report in self.of(request_id))
+                if ended and kind in (TransferFailed, BlocksLanded):
+                    break
                 self._changed = anyio.Event()
                 await self._changed.wait()
+        raise AssertionError(f"no {kind.__name__} for {request_id!r}, but {self.reports}")
 
     def order(
         self, request_id: str, ticket: Ticket, targets: Sequence[int], *, first: int = 0, timeout_s: float = 10.0
@@ -153,8 +158,8 @@ class PeerProcess:
         self._say("grant", request_id, ",".join(map(str, block_ids)))
         return unseal(self._line("granted")[0], SECRET)
 
-    def wait_report(self, kind: str, request_id: str) -> None:
-        while self._line(kind)[0] != request_id:
+    async def wait_report(self, kind: str, request_id: str) -> None:
+        while (await anyio.to_thread.run_sync(self._line, kind))[0] != request_id:
             pass
 
     def scribble(self) -> None:
@@ -162,7 +167,13 @@ class PeerProcess:
         self._say("scribble")
         self._line("scribbled")
 
-    def cpu_seconds(self) -> float:
+    def idle_share(self, seconds: float) -> float:
+        """CPU time of the peer over wall time, in a window of `seconds` without work for it."""
+        before = self._cpu_seconds()
+        time.sleep(seconds)
+        return (self._cpu_seconds() - before) / seconds
+
+    def _cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
