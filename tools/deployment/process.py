@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,14 +26,14 @@ from tools.deployment.supervisor import supervise
 SECRET_BYTES = 32
 
 
-async def run_deployment(up: UpConfiguration, engine: EngineConfiguration) -> int:
-    """The exit code. Raises ConfigurationError when nothing could be started."""
+async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, command: Sequence[str] = KVYARD) -> int:
+    """The exit code. `command` starts this program's tools. Raises ConfigurationError when nothing could be started."""
     check_free(up.host, up.port)
     seed = secrets.randbits(64)
     if up.port == 0:
         up = msgspec.structs.replace(up, port=free_ports(1, up.host, seed)[0])
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        code = await _fetch_model(engine.model, signals)
+        code = await _fetch_model([*command, "fetch-model", "--", engine.model], signals)
         if code is not None:
             return code
         with secret_file() as path:
@@ -43,6 +43,7 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration) -> in
                 engine_ports=free_ports(len(engine_roles(up)), ENGINE_HOST, seed + 1),
                 secret_file=str(path),
                 cores=len(os.sched_getaffinity(0)),
+                command=command,
             )
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
                 inquiry = Inquiry(session, engine.api_key)
@@ -61,10 +62,10 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration) -> in
                 )
 
 
-async def _fetch_model(model: str, signals: AsyncIterator[object]) -> int | None:
+async def _fetch_model(argv: Sequence[str], signals: AsyncIterator[object]) -> int | None:
     """Once, before the engines would do it side by side. None: it is there; else the exit code of `up`."""
     exit_code: int | None = 0  # of `up`, when a signal comes first
-    async with await spawn([*KVYARD, "fetch-model", "--", model]) as fetching, anyio.create_task_group() as tasks:
+    async with await spawn(argv) as fetching, anyio.create_task_group() as tasks:
 
         async def stop() -> None:
             await anext(signals)
