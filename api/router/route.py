@@ -61,6 +61,10 @@ class Reply(msgspec.Struct, frozen=True):
     def says_wrong_request(self) -> bool:
         return 400 <= self.status < 500 and self.status != 429 and self.status not in _NOT_THE_CLIENT
 
+    @property
+    def is_about_the_ticket(self) -> bool:
+        return (self.param or "").partition(".")[0] == "kv_transfer_params"
+
 
 @dataclass
 class Route:
@@ -90,7 +94,7 @@ class Route:
 
     def replied(self, reply: Reply, now: float) -> Effect:
         if reply.says_wrong_request:
-            if reply.param == "kv_transfer_params" and isinstance(self.asking, AskDecode) and self._ticket is not None:
+            if reply.is_about_the_ticket and isinstance(self.asking, AskDecode) and self._ticket is not None:
                 self._ticket = None
                 self.retries.append("ticket_refused")
                 return self._ask_decode(self.asking.engine, now)

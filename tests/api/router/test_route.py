@@ -120,7 +120,7 @@ def test_a_refused_ticket_costs_the_client_a_recompute_not_an_error() -> None:
     route = route_of(1, 1)
     route.start(0.0)
     route.prefilled(TICKET, 0.0)
-    refused = Reply(400, "invalid_request", "kv_transfer_params")
+    refused = Reply(400, "invalid_request", "kv_transfer_params.ticket")
     assert told(route.replied(refused, 1.0)) == ("decode", "decode-0", None, 99.0)
     assert told(route.replied(refused, 1.0)) == ("pass on",)  # then it cannot have been the ticket
 
