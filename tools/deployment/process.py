@@ -6,10 +6,8 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import aiohttp
 import anyio
@@ -41,7 +39,7 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, comma
                 up,
                 engine,
                 engine_ports=free_ports(len(engine_roles(up)), ENGINE_HOST, seed + 1),
-                secret_file=str(path),
+                secret_file=path,
                 cores=len(os.sched_getaffinity(0)),
                 command=command,
             )
@@ -78,16 +76,18 @@ async def _fetch_model(argv: Sequence[str], signals: AsyncIterator[object]) -> i
 
 
 @contextmanager
-def secret_file() -> Iterator[Path]:
-    """A file that only this user can read, with a new secret for the tickets; gone afterwards."""
-    descriptor, name = tempfile.mkstemp(prefix="kvyard-secret-")  # mode 0600
-    path = Path(name)
+def secret_file() -> Iterator[str]:
+    """The path of a file with a new secret for the tickets, which only this user can read.
+
+    It lies in memory and is reached through this process, so it is gone with it, also after SIGKILL.
+    """
+    descriptor = os.memfd_create("kvyard-secret")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(SECRET_BYTES))
-        yield path
+        os.fchmod(descriptor, 0o600)
+        os.write(descriptor, secrets.token_hex(SECRET_BYTES).encode())
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
     finally:
-        path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _to_stderr(data: bytes) -> None:
