@@ -38,7 +38,10 @@ from connectors.transports.tcp_control import TcpNetwork
 
 
 class KVEndpoint:
-    """`network` and `transports` replace sockets in tests; then `transport` is ignored."""
+    """`network` and `transports` replace sockets in tests; then `transport` is ignored.
+
+    Raises ConfigurationError: an address that nobody can reach, a pool of another layout, a fault that is none.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class KVEndpoint:
         network: ControlNetwork | None = None,
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
+        if host in ("", "0.0.0.0", "::"):
+            raise ConfigurationError(f"--kv-host {host!r}: other engines need an address at which they reach this one")
         if memory.block_bytes != layout.block_bytes:
             raise ConfigurationError(
                 f"the pool has blocks of {memory.block_bytes} bytes, its layout {layout.block_bytes}"
@@ -68,7 +73,10 @@ class KVEndpoint:
         self._lease_s, self._renewal_s, self._clock = lease_s, renewal_s, clock
         self._token_bytes, self._report = token_bytes, report
         self.faults = Faults(FaultPlan.parse(fault)) if fault else None
-        self._network, self._given = network or TcpNetwork(), transports
+        given = network or TcpNetwork()
+        self._network = given if self.faults is None else FaultyNetwork(given, self.faults)
+        self._given = transports
+        self.peers = Peers(self._network, report, self._forget)
         self._checksums = ChecksumThread()
         self._transports: dict[str, Transport] = {}
         self.control_port, self.transport_name = 0, ""
@@ -77,8 +85,6 @@ class KVEndpoint:
         """Raises ConfigurationError: the port is taken, or the transport cannot be had."""
         self._transports = await self._start_transports(tasks)
         self.transport_name = next(iter(self._transports))
-        network = self._network if self.faults is None else FaultyNetwork(self._network, self.faults)
-        self.peers = Peers(network, self._report, self._forget)
         self.owner = LeaseOwner(
             book=LeaseBook(
                 engine_id=self._engine_id,
@@ -105,7 +111,7 @@ class KVEndpoint:
         )
         self.reader = LeaseReader(environment, self._renewal_s)
         try:
-            self.control_port = await network.listen(self.owner, self._host, self._port, tasks)
+            self.control_port = await self._network.listen(self.owner, self._host, self._port, tasks)
         except OSError as error:
             await self.stop()
             raise ConfigurationError(f"the KV listener cannot bind {self._host}:{self._port}: {error}") from error
@@ -130,8 +136,7 @@ class KVEndpoint:
 
     async def stop(self) -> None:
         """After the task group's own work is cancelled, or just before. Bounded."""
-        if hasattr(self, "peers"):
-            self.peers.stop()
+        self.peers.stop()
         for transport in self._transports.values():
             await transport.stop()
         self._checksums.stop()

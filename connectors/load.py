@@ -217,7 +217,8 @@ class Load:
                 peer_engine_id=order.ticket.engine_id,
             )
         )
-        await self._discharge()
+        if failure.reason != "peer_lost":
+            await self._discharge()
         if quarantined and self._reading is not None:
             await self._reading.wait_quiet()
             self._env.report(BlocksQuiet(order.request_id, order.generation))
@@ -234,13 +235,11 @@ class Load:
         return reading.quiet
 
     async def _discharge(self) -> None:
-        """Tell the owner that its lease is no longer needed, if it has not been told and can be reached."""
-        link = self._env.peers.established(self.peer)
-        if self.discharged or link is None:
+        """Tell the owner that its lease is no longer needed, if it has not been told."""
+        if self.discharged:
             return
-        with anyio.move_on_after(RELEASE_S):
-            with contextlib.suppress(LinkLost, LoadFailed):
-                await self._release(link)
+        with anyio.move_on_after(RELEASE_S), contextlib.suppress(LinkLost, LoadFailed):
+            await self._release(await self._env.peers.link(self.order.ticket))
 
 
 async def _unless_lost(link: ControlLink, wait: Callable[[], Awaitable[T]]) -> T:

@@ -51,9 +51,6 @@ class Peers:
             raise LinkLost(attempt.failure)
         return attempt.link
 
-    def established(self, peer: PeerKey) -> ControlLink | None:
-        return self._links.get(peer)
-
     def drop(self, peer: PeerKey, reason: str) -> None:
         """Ends the link on our side; all that wait on it fail."""
         link = self._links.get(peer)
