@@ -45,8 +45,8 @@ def prompt_of(name: str) -> list[int]:
 
 
 def expected(name: str, num_tokens: int) -> str:
-    """The text of the first `num_tokens` greedy tokens of a reference prompt, 64 at most."""
-    return str(tokenizer().decode(_references()[name]["output_token_ids"][:num_tokens], skip_special_tokens=False))
+    """The text of the first `num_tokens` greedy tokens of a reference prompt, 64 at most; special ones are no text."""
+    return str(tokenizer().decode(_references()[name]["output_token_ids"][:num_tokens], skip_special_tokens=True))
 
 
 @dataclass
