@@ -48,18 +48,20 @@ class ModelRunner:
         """
         self._device = Device(device, dtype, threads)
         self._random_seed, self._clock = random_seed, clock
+        self._context_length = description.context_length
         self._geometry = Geometry(description.num_heads, description.num_kv_heads, description.num_layers, block_size)
         with torch.inference_mode():
             source = open_weights(description, self._device)
             self._model = LlamaModel(description, source, self._device, description.context_length)
-            self.kv_pool = KVPool(
-                self._device,
-                num_blocks=num_blocks,
-                kv_heads=description.num_kv_heads,
-                layers=description.num_layers,
-                block_size=block_size,
-                head_size=description.head_size,
-            )
+        # Not in inference mode: others may write into it, such as a transfer.
+        self.kv_pool = KVPool(
+            self._device,
+            num_blocks=num_blocks,
+            kv_heads=description.num_kv_heads,
+            layers=description.num_layers,
+            block_size=block_size,
+            head_size=description.head_size,
+        )
         self._requests = RequestTable(block_size)
         self._builder = BatchBuilder(self._geometry, self._device)
 
@@ -67,11 +69,10 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes the plan's tokens and samples where it says so. Raises ValueError for a plan that cannot be."""
         started = self._clock()
-        rows = self._requests.apply(plan)
-        if not rows:
+        computation = self.compute(plan)
+        if computation is None:
             return StepResult(step=plan.step, num_sampled=b"", sampled_token_ids=b"")
-        batch = self._builder.build(rows)
-        logits = self._forward(batch)
+        batch, logits = computation
         computed = self._clock()
         token_ids = self._sample(batch, logits)
         for row, token_id in zip(batch.sampling_rows, token_ids.tolist(), strict=True):
@@ -84,16 +85,26 @@ class ModelRunner:
             sample_s=self._clock() - computed,
         )
 
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> tuple[Batch, torch.Tensor] | None:
+        """The first half of `execute`: the batch, and float32 logits [sampling rows, vocabulary]. None without rows."""
+        rows = self._requests.apply(plan)
+        if not rows:
+            return None
+        batch = self._builder.build(rows)
+        return batch, self._forward(batch)
+
     def warm_up(self) -> float:
         """One prefill with a context, decodes and a draw, in the null block: the first request then finds all ready.
 
         Returns the seconds that the prefill took per token.
         """
         started, seconds_per_token = self._clock(), 0.0
-        state = NewRequest("", np.zeros(_WARM_UP_TOKENS + 16, np.int32).tobytes(), 1, SamplingParams(temperature=1.0))
+        tokens = min(_WARM_UP_TOKENS, self._context_length)
+        state = NewRequest("", np.zeros(tokens, np.int32).tobytes(), 1, SamplingParams(temperature=1.0))
         table = RequestTable(self._geometry.block_size)
-        num_blocks = -(-_WARM_UP_TOKENS // self._geometry.block_size) + 16
-        for computed, scheduled in ((0, _WARM_UP_TOKENS), (8, 8), (8, 1)):
+        num_blocks = -(-tokens // self._geometry.block_size)
+        for computed, scheduled in ((0, tokens), (1, 2), (1, 1)):
             plan = StepPlan(
                 step=0,
                 request_ids=("",),

@@ -89,7 +89,9 @@ def main() -> None:
 
     description = resolve("smollm2-135m-instruct")
     weights = Path(description.weights)
-    model = AutoModelForCausalLM.from_pretrained(str(weights.parent), gguf_file=weights.name, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        str(weights.parent), gguf_file=weights.name, dtype=torch.float32
+    ).eval()
     tokenizer = Tokenizer.from_file(f"{description.folder}/tokenizer.json")
     entries = []
     for name, prompt in prompts(tokenizer, description.vocab_size).items():
