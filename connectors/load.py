@@ -191,7 +191,8 @@ class Load:
             await _unless_lost(link, reading.finished)
         except ReadFailed as error:
             outcome = await self._release(link)  # the owner knows better why
-            raise LoadFailed("expired" if outcome is ReleaseOutcome.EXPIRED else "peer_lost", error.detail) from error
+            reason = "read_failed" if outcome is ReleaseOutcome.GOOD else outcome.value
+            raise LoadFailed(reason, error.detail) from error
 
     async def _release(self, link: ControlLink) -> ReleaseOutcome:
         """Asked once at most. Raises LinkLost, LoadFailed."""

@@ -73,7 +73,7 @@ class TcpLink:
         self._loop = asyncio.get_running_loop()
         self._reader, self._outgoing = FrameReader(), bytearray()
         self._asks: dict[int, asyncio.Future[ControlReply]] = {}
-        self._next_call = 0
+        self._next_call = self._last_watcher = 0
         self._watchers: dict[int, Callable[[], None]] = {}
         self._loop.add_reader(connection.fileno(), self._readable)
 
@@ -93,9 +93,13 @@ class TcpLink:
         if self.lost is not None:
             call()
             return lambda: None
-        key = id(call)
+        self._last_watcher = key = self._last_watcher + 1
         self._watchers[key] = call
-        return lambda: self._watchers.pop(key, None) and None
+
+        def take_back() -> None:
+            self._watchers.pop(key, None)
+
+        return take_back
 
     def close(self, reason: str) -> None:
         if self.lost is not None:
