@@ -1,0 +1,95 @@
+"""kvyard processes for a measurement: started, waited for, and gone when the block is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+KVYARD = (sys.executable, "-P", "-m", "tools.cli")
+START_S = 180.0
+STOP_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def get_json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def post_json(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def running(command: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`kvyard COMMAND FLAGS` on a free port; yields its URL once `/ready` says so. Its log goes to stderr."""
+    port = free_port()
+    process = subprocess.Popen([*KVYARD, command, f"--port={port}", *flags], stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_ready(process, url)
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"kvyard ended with code {process.returncode} before it was ready")
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"{url} was not ready within {START_S:g} s")
+
+
+def load(url: str, **settings: int) -> dict[str, Any]:
+    """The report of `kvyard load`; raises RuntimeError unless every request completed and the verdict is "ok"."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    result = subprocess.run([*KVYARD, "load", url, "--json", *flags], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"kvyard load ended with {result.returncode}: {result.stdout}{result.stderr[-2000:]}")
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def descendants(pid: int) -> list[int]:
+    """`pid` and all processes below it, parents first."""
+    found = [pid]
+    for parent in found:
+        for task in os.listdir(f"/proc/{parent}/task"):
+            with open(f"/proc/{parent}/task/{task}/children") as children:
+                found += [int(child) for child in children.read().split()]
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
