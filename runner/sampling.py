@@ -64,39 +64,51 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], device: Device) -> torch
     return chosen
 
 
-def _sample_filtered(logits: torch.Tensor, draws: Sequence[Draw], device: Device) -> torch.Tensor:
+def _sample_filtered(
+    logits: torch.Tensor, draws: Sequence[Draw], device: Device, looked_at: int = _NUCLEUS_GUESS
+) -> torch.Tensor:
+    """Top-k, then top-p of what remains. Without top-k only the `looked_at` likeliest tokens are ranked at first."""
     vocabulary = logits.shape[1]
     scaled = logits / _column([draw.sampling.temperature for draw in draws], device)
     top_k = [min(draw.sampling.top_k, vocabulary) if draw.sampling.top_k > 0 else vocabulary for draw in draws]
-    width = min(vocabulary, max(k if k < vocabulary else _NUCLEUS_GUESS for k in top_k))
-    values, token_ids = scaled.topk(width, dim=-1)
-    if not _enough(scaled, values, draws, top_k):
-        values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-        width = vocabulary
+    width = min(vocabulary, max(k if k < vocabulary else looked_at for k in top_k))
+    values, token_ids = _ranked(scaled, width)
     within_k = torch.arange(width, device=logits.device) < device.tensor(np.array(top_k))[:, None]
     # Of tokens outside top-k nothing counts; without top-k all of the vocabulary does, looked at or not.
     by_rank = values.masked_fill(~within_k, -torch.inf)
     unlimited = device.tensor(np.array([k == vocabulary for k in top_k]))
     total = torch.where(unlimited, scaled.logsumexp(-1), by_rank.logsumexp(-1))
     probabilities = (by_rank - total[:, None]).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    nucleus = before < _column([draw.sampling.top_p for draw in draws], device)
+    reached = probabilities.cumsum(-1)
+    top_p = _column([draw.sampling.top_p for draw in draws], device)
     # With top_p 1 rounding must not cut the tail; the likeliest token always stays.
-    nucleus |= device.tensor(np.array([draw.sampling.top_p >= 1.0 for draw in draws]))[:, None]
+    nucleus = (reached - probabilities < top_p) | (top_p >= 1.0)
     nucleus[:, 0] = True
     kept = by_rank.masked_fill(~nucleus, -torch.inf)
     winners = (kept + _gumbel(token_ids.to(torch.int32), draws, device)).max(dim=-1, keepdim=True).indices
-    return token_ids.gather(1, winners)[:, 0]
+    chosen = token_ids.gather(1, winners)[:, 0]
+    if width < vocabulary:
+        open_ended = (reached[:, -1] < top_p[:, 0]) & unlimited
+        short = [row for row, too_few in enumerate(open_ended.tolist()) if too_few]
+        if short:
+            rows = device.tensor(np.array(short))
+            chosen[rows] = _sample_filtered(logits[rows], [draws[row] for row in short], device, vocabulary)
+    return chosen
 
 
-def _enough(scaled: torch.Tensor, values: torch.Tensor, draws: Sequence[Draw], top_k: list[int]) -> bool:
-    """Whether the likeliest tokens, `values`, hold the nucleus of every row without top-k."""
-    vocabulary, width = scaled.shape[1], values.shape[1]
-    open_rows = [row for row, k in enumerate(top_k) if k > width]
-    if width == vocabulary or not open_rows:
-        return True
-    mass = (values.logsumexp(-1) - scaled.logsumexp(-1)).exp().tolist()
-    return all(mass[row] >= draws[row].sampling.top_p for row in open_rows)
+def _ranked(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` largest of float32 [rows, n], falling, and their int64 indices; equals by rising index.
+
+    Equal logits are common in bfloat16 and `topk` takes any of them, so what is ranked are integers without equals:
+    the float's bits in an order that integers share, then the index from the end.
+    """
+    last = scores.shape[1] - 1
+    bits = scores.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    keys = (ordered << 32) | torch.arange(last, -1, -1, device=scores.device)
+    largest = keys.topk(width, dim=-1).values if width <= last else keys.sort(dim=-1, descending=True).values
+    indices = last - (largest & 0xFFFFFFFF)
+    return scores.gather(1, indices), indices
 
 
 def _column(values: Sequence[float], device: Device) -> torch.Tensor:
