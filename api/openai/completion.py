@@ -28,7 +28,6 @@ from api.openai.tokenizing import Tokenizer
 from connectors.ticket import seal
 
 REMEMBERED_IDS = 4096
-LAST_EVENT_SECONDS = 1.0  # for a client that does not read to take the error event
 
 
 class Completions:
@@ -113,7 +112,7 @@ class Completions:
                 raise
             generation.give_up(f"the endpoint failed: {type(error).__name__}")
             with suppress(ConnectionError):
-                await events.fail(client_view(error, request), LAST_EVENT_SECONDS)
+                await events.fail(client_view(error, request))
             return events.response
 
     def _sealed(self, ticket: Ticket | None) -> str:

@@ -61,6 +61,7 @@ class Script:
     refusal: RequestRefused | None = None
     pause_after: int | None = None  # outputs; then wait for `go_on`, or for ever
     error: tuple[RefusalReason, str] | None = None  # instead of the end
+    given_up: bool = False  # the engine aborts it of its own accord
     num_cached_tokens: int = 0
     ticket: Ticket | None = None
     go_on: anyio.Event = field(default_factory=anyio.Event)
@@ -119,6 +120,8 @@ class ScriptedAdmission(Actor[Any]):
             await script.go_on.wait()
         if script.error is not None:
             stream.fail(*script.error)
+        elif script.given_up:
+            stream.put(RequestOutput(request.request_id, (), FinishReason.ABORT))
         else:
             end = self._end_token
             stream.put(RequestOutput(request.request_id, (end,), FinishReason.STOP, stop_token_id=end))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import msgspec
+import pytest
 
 from actors.messages.admission import SubmitRequest
 from actors.messages.model import ModelDescription
 from actors.messages.transfer import ReleaseTicket
+from api.openai.tokenizing import Tokenizer
 from connectors.ticket import seal, unseal
 from tests.api.openai.scripted import MODEL, SECRET, Script, closings, serving, ticket_for
 
@@ -144,3 +147,18 @@ async def test_a_refused_request_releases_its_ticket_once(description: ModelDesc
             assert response.status == 400
         assert [type(message) for message in server.admission.messages] == [ReleaseTicket]
         assert server.admission.of(SubmitRequest) == []
+
+
+async def test_a_ticket_is_released_when_its_prompt_takes_too_long_to_tokenise(
+    description: ModelDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def for_ever(*_: Any, **__: Any) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(Tokenizer, "encode_prompt", for_ever)
+    body = {"model": MODEL, "prompt": "x", "kv_transfer_params": {"ticket": seal(ticket_for(PROMPT), SECRET)}}
+    async with serving(description, role="decode", request_timeout=0.2) as server:
+        status, answer = await server.post(TEXT, body)
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        assert [type(message) for message in server.admission.messages] == [ReleaseTicket]
+        assert server.metric("kvyard_requests_total", outcome="refused") == 1

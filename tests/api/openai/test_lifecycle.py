@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -35,7 +36,11 @@ async def start(server: Server, body: dict[str, Any]) -> socket.socket:
 
 def read_to_the_end(connection: socket.socket) -> bytes:
     connection.settimeout(10)
-    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    received = b""
+    with suppress(ConnectionResetError):
+        while some := connection.recv(1 << 16):
+            received += some
+    return received
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -172,6 +177,15 @@ async def test_the_engine_fails(description: ModelDescription, tokenizer: Any) -
             }
         }
         assert closings(server.admission) == [("closed", "error")] * 4
+
+
+async def test_a_request_that_the_engine_gives_up_is_an_error(description: ModelDescription) -> None:
+    """Not an answer that ends with a finish_reason no client knows."""
+    async with serving(description) as server:
+        server.admission.script = Script(((5000,),), given_up=True)
+        status, body = await server.post(CHAT, HELLO)
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert closings(server.admission) == [("closed", "error")]
 
 
 async def test_the_admission_actor_is_gone(description: ModelDescription) -> None:

@@ -11,6 +11,7 @@ from actors.messages.model import ModelDescription
 from actors.observer import EngineStats, Observer
 from api.engine_handle import Health
 from api.metrics import EngineMetrics
+from api.openai import completion
 from tests.api.openai.scripted import MODEL, Script, serving
 
 
@@ -92,6 +93,16 @@ async def test_a_story_is_found_by_the_clients_own_id(description: ModelDescript
         # The script knows no story but "known": the id that it was asked for is in the answer.
         _, body = await server.get("/debug/requests/mine")
         assert server.admission.request.request_id in body["error"]["message"]
+
+
+async def test_old_ids_are_forgotten(description: ModelDescription, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "REMEMBERED_IDS", 2)
+    async with serving(description) as server:
+        for name in ("first", "second", "third"):
+            await server.post("/v1/completions", {"model": MODEL, "prompt": "x"}, **{"X-Request-ID": name})
+        messages = [(await server.get(f"/debug/requests/{name}"))[1]["error"]["message"] for name in ("first", "third")]
+    assert messages[0].endswith("first")
+    assert "cmpl-" in messages[1]
 
 
 async def test_metrics(description: ModelDescription) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
+from actors.messages.admission import SubmitRequest
 from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
 from api.errors import InvalidRequest
@@ -120,6 +123,27 @@ def test_a_broken_model_folder_is_an_error_at_start(description: ModelDescriptio
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigurationError, match="chat template"):
         Tokenizer(broken, lambda: NOW)
+
+
+async def test_a_tokenizer_that_adds_a_beginning(description: ModelDescription, tokenizer: Any, tmp_path: Path) -> None:
+    """As Llama's: text gets the token, a rendered template none, for it writes its own."""
+    adding = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    adding.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    adding.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    plain = tokenizer.encode("Hello there").ids
+    async with serving(msgspec.structs.replace(description, folder=str(tmp_path))) as server:
+        for body, expected in (
+            ({"prompt": "Hello there"}, [0, *plain]),
+            ({"prompt": "Hello there", "add_special_tokens": False}, plain),
+            ({"messages": [user("Hello there")]}, plain),
+            ({"messages": [user("Hello there")], "add_special_tokens": True}, [0, *plain]),
+        ):
+            assert (await server.post("/tokenize", body))[1]["tokens"] == expected
+        await server.post("/v1/completions", {"model": MODEL, "prompt": "Hello there"})
+        await server.post("/v1/chat/completions", {"model": MODEL, "messages": [user("Hello there")]})
+        prompts = [list(message.request.prompt_token_ids) for message in server.admission.of(SubmitRequest)]
+        assert prompts == [[0, *plain], plain]
 
 
 async def test_no_text_that_fits_is_refused_untokenised(description: ModelDescription, tokenizer: Any) -> None:
