@@ -54,10 +54,11 @@ class AdmissionLimits(msgspec.Struct, frozen=True):
 
 
 class _Live:
-    __slots__ = ("first_token_seen", "num_prompt_tokens", "stream")
+    __slots__ = ("first_token_seen", "num_prompt_tokens", "response_closed", "stream")
 
     def __init__(self, stream: OutputStream, num_prompt_tokens: int) -> None:
         self.stream, self.num_prompt_tokens, self.first_token_seen = stream, num_prompt_tokens, False
+        self.response_closed: ResponseClosed | None = None  # the client left before the scheduler knew
 
 
 class AdmissionActor(Actor[AdmissionMessage]):
@@ -182,8 +183,8 @@ class AdmissionActor(Actor[AdmissionMessage]):
             live.first_token_seen = True
             self._left_the_queue(live)
         if output.finish_reason is not None:
-            self._remember_story(output)
             del self._live[output.request_id]
+            self._remember_story(output, live.response_closed)
         if not live.stream.put(output) and output.finish_reason is None:
             text = f"the client has left more than {self._limits.max_unread_tokens} tokens unread"
             live.stream.fail(RefusalReason.SLOW_READER, text)
@@ -203,15 +204,21 @@ class AdmissionActor(Actor[AdmissionMessage]):
         if message.request_id in self._live:
             self._orders.post(message)
 
-    def _remember_story(self, output: RequestOutput) -> None:
+    def _remember_story(self, output: RequestOutput, closed: ResponseClosed | None) -> None:
         now = self._clock()
         last = output.story[-1].end if output.story else None
         tail = StoryInterval("response", now if last is None else last, None)
         self._stories[output.request_id] = RequestStory(output.request_id, False, (*output.story, tail))
+        if closed is not None:
+            self._close_story(closed)
         while len(self._stories) > FINISHED_STORIES:
             self._stories.popitem(last=False)
 
     def _close_story(self, message: ResponseClosed) -> None:
+        live = self._live.get(message.request_id)
+        if live is not None:
+            live.response_closed = message
+            return
         story = self._stories.get(message.request_id)
         if story is None or story.finished:
             return

@@ -172,6 +172,19 @@ async def test_a_story_has_no_gap_and_ends_with_the_response() -> None:
         assert await door.address.ask(StoryOf("nobody"), 5) is None
 
 
+async def test_a_client_that_left_first_has_a_finished_story_once_the_scheduler_knows() -> None:
+    async with a_door() as door:
+        await door.submit("a", arrival=1.0)
+        await door.address.tell(ResponseClosed("a", "abort"))
+        await door.publish(RequestOutput("a", (), FinishReason.ABORT, story=(StoryInterval("queued", 1.0, 10.0),)))
+        story = await door.address.ask(StoryOf("a"), 5)
+        assert story.finished
+        assert [(interval.reason, interval.end) for interval in story.intervals] == [
+            ("queued", 10.0),
+            ("response", 10.0),
+        ]
+
+
 async def test_a_drain_refuses_newcomers_and_waits_for_the_others() -> None:
     async with a_door() as door:
         await door.submit("a")
