@@ -8,7 +8,6 @@ special ones, which have no text. Those the prefix cache tells, which compares t
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -83,51 +82,59 @@ async def ask_exactly(
 ) -> CompletionUsage:
     """Raises AssertionError at the first chunk whose text is not that of the reference's tokens."""
     expected = reference.output_token_ids[:num_tokens]
+    stream_options: Any = {"include_usage": True, "continuous_usage_stats": True}  # the second is unknown to OpenAI
+    extra = {"ignore_eos": True, **sampling}
+    if kv_transfer_params is not None:
+        extra["kv_transfer_params"] = kv_transfer_params
     stream = await api.completions.create(
         model=MODEL,
         prompt=reference.prompt_token_ids,
         max_tokens=len(expected),
         stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
-        extra_body={"ignore_eos": True} | ({"kv_transfer_params": kv_transfer_params} if kv_transfer_params else {}),
+        stream_options=stream_options,
+        extra_body=extra,
         extra_headers={"X-Request-ID": request_id} if request_id else None,
-        **sampling,
     )
-    text, usage, reasons = "", None, []
+    text, reasons = "", list[str]()
+    usage: CompletionUsage | None = None
     async for chunk in stream:
         usage = chunk.usage
         assert usage is not None
         if chunk.choices:
             text += chunk.choices[0].text
-            reasons.append(chunk.choices[0].finish_reason)
+            if chunk.choices[0].finish_reason:
+                reasons.append(chunk.choices[0].finish_reason)
             # Half a character is held back until the rest of it is there.
             right = text_of(expected[: usage.completion_tokens])
             assert text in (right, right.rstrip("\ufffd")), (reference.name, usage.completion_tokens, text, right)
     assert text == text_of(expected), reference.name
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(reference.prompt_token_ids), len(expected))
-    assert [reason for reason in reasons if reason] == ["length"], reference.name
+    assert reasons == ["length"], reference.name
     return usage
 
 
 async def ask_all_exactly(
-    url: str, asked: Sequence[Reference], num_tokens: int = 64, *, concurrency: int = 16, id_prefix: str = ""
-) -> float:
-    """All of them, `concurrency` at a time; with `id_prefix` a request's id is that and its name. Seconds taken."""
-    started = time.monotonic()
+    url: str,
+    asked: Sequence[Reference],
+    num_tokens: int = 64,
+    *,
+    concurrency: int = 16,
+    id_prefix: str = "",
+    sampling: dict[str, Any] = GREEDY,
+) -> None:
+    """All of them, `concurrency` at a time; with `id_prefix` a request's id is that and its name."""
     limit = anyio.CapacityLimiter(concurrency)
 
     async with client(url) as api, anyio.create_task_group() as tasks:
 
         async def one(reference: Reference) -> None:
             async with limit:
-                await ask_exactly(
-                    api, reference, num_tokens, request_id=f"{id_prefix}{reference.name}" if id_prefix else None
-                )
+                request_id = f"{id_prefix}{reference.name}" if id_prefix else None
+                await ask_exactly(api, reference, num_tokens, request_id=request_id, sampling=sampling)
 
         for reference in asked:
             tasks.start_soon(one, reference)
-    return time.monotonic() - started
 
 
 def num_cached(usage: CompletionUsage) -> int:
