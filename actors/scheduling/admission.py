@@ -271,4 +271,4 @@ def _revoke(state: SchedulerState, request: SchedulerRequest, now: float) -> Non
         state.give_back(request, request.grant, now)
     request.forget_blocks()
     state.unfinished_prefills.pop(request.request_id, None)
-    request.story.turn("queued", now, "gave the blocks it had loaded back, so that others can run")
+    request.story.turn("preempted", now, "gave back what it had loaded, so that others can run")

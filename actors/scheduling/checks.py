@@ -78,7 +78,7 @@ def _check_owners(state: SchedulerState) -> None:
     owners = Counter(request.grant.generation for request in state.requests.values() if request.grant is not None)
     owners.update(load.grant.generation for load in transfers.loads.values() if not load.is_wanted)
     owners.update(lease.grant.generation for lease in transfers.leases.values() if lease.grant is not None)
-    owners.update(transfers.quarantined)
+    owners.update(list(transfers.quarantined))
     for grant in state.kv.ledger.live.values():
         num_owners = owners.pop(grant.generation, 0) + (grant.state is GrantState.FENCED)
         _require(num_owners == 1, f"grant {grant.generation} of {grant.request_id} has {num_owners} owners")

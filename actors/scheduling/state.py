@@ -114,6 +114,17 @@ class SchedulerState:
         if self.connector is not None:
             num_leased = self.connector.num_blocks_to_lease(request, self.config.block_size)
         grant, request.grant = request.grant, None
+        if request.load_phase is LoadPhase.IN_FLIGHT:
+            # Preempted and loading again when the token of an older step ended it.
+            self.transfers.cancel_load_of(request)
+            grant = None
+        if num_leased and grant is None:
+            output = RequestOutput(
+                request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=RefusalReason.KV_SEND_FAILED.value,
+                error_text="the request was preempted when it ended: its KV blocks are gone",
+            )
         if grant is not None and num_leased:
             if num_leased < len(grant.block_ids):
                 rest = self.kv.ledger.split(grant, num_leased, now, move_head=False)

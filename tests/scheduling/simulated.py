@@ -1,0 +1,211 @@
+"""A worker and a TransferActor made of dictionaries, which prove that every plan reads the right KV.
+
+The KV of a token is modelled as the tuple of all tokens up to it: exactly what attention makes of it. A step runs when
+its result is asked for, in planning order, so that loads and re-used blocks can get in its way if the core lets them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+from actors.messages.lease import Ticket, prompt_digest
+from actors.messages.plan import StepPlan, StepResult
+from actors.messages.request import EngineRequest
+from actors.messages.transfer import (
+    BlocksLanded,
+    BlocksQuiet,
+    BlocksSent,
+    CancelLoad,
+    GrantLease,
+    HoldTicket,
+    LeaseDenied,
+    LeaseExpired,
+    LeaseGranted,
+    LoadBlocks,
+    ReleaseTicket,
+    RevokeLease,
+    TransferFailed,
+    TransferOrder,
+    TransferReport,
+)
+from actors.scheduling.orders import int32
+
+GARBAGE = ("garbage",)
+Slots = dict[tuple[int, int], tuple[object, ...]]
+
+
+def ints(column: bytes) -> list[int]:
+    return memoryview(column).cast("i").tolist()
+
+
+class SimulatedWorker:
+    def __init__(self, block_size: int, memory: Slots, sample: Callable[[], int]) -> None:
+        self.block_size = block_size
+        self.memory = memory
+        self._sample = sample
+        self.plans: deque[StepPlan] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[int]] = {}
+
+    def run_oldest(self) -> StepResult:
+        plan = self.plans.popleft()
+        for request_id in plan.dropped_request_ids:
+            self.tokens.pop(request_id, None)
+            self.blocks.pop(request_id, None)
+        for new in plan.new_requests:
+            self.tokens[new.request_id] = ints(new.token_ids)
+            self.blocks[new.request_id] = []
+        columns = zip(
+            plan.request_ids,
+            ints(plan.num_scheduled_tokens),
+            ints(plan.num_computed_tokens),
+            ints(plan.num_sampled),
+            ints(plan.num_new_blocks),
+            strict=True,
+        )
+        new_blocks = ints(plan.new_block_ids)
+        sampled: list[int] = []
+        for request_id, count, computed, num_sampled, num_new in columns:
+            assert count >= 1
+            self.blocks[request_id] += new_blocks[:num_new]
+            del new_blocks[:num_new]
+            sampled += self._run_row(request_id, computed, count, num_sampled)
+        assert new_blocks == []
+        return StepResult(plan.step, plan.num_sampled, int32(sampled))
+
+    def _run_row(self, request_id: str, computed: int, count: int, num_sampled: int) -> list[int]:
+        tokens, blocks = self.tokens[request_id], self.blocks[request_id]
+        assert 0 not in blocks, "the null block is read"
+        assert computed + count <= len(tokens), f"{request_id}: tokens scheduled that the worker does not know"
+        for position in range(computed):
+            found = self.memory.get(self._slot(blocks, position))
+            assert found == tuple(tokens[: position + 1]), f"{request_id}: wrong KV at {position}: {found}"
+        for position in range(computed, computed + count):
+            self.memory[self._slot(blocks, position)] = tuple(tokens[: position + 1])
+        if not num_sampled:
+            return []
+        # The last known token was computed: only then is there a next one.
+        assert computed + count == len(tokens)
+        token = self._sample()
+        tokens.append(token)
+        return [token]
+
+    def _slot(self, blocks: list[int], position: int) -> tuple[int, int]:
+        return blocks[position // self.block_size], position % self.block_size
+
+
+class SimulatedTransfers:
+    """Holds the reports that are due until a test delivers them, in any order, again, or late."""
+
+    def __init__(self, block_size: int, memory: Slots, rng: random.Random) -> None:
+        self.block_size = block_size
+        self.memory = memory
+        self.rng = rng
+        self.prompts: dict[int, tuple[int, ...]] = {}  # lease id of a ticket -> the tokens it stands for
+        self.due: list[TransferReport] = []
+        self.delivered: list[TransferReport] = []
+        self.writing: dict[int, LoadBlocks] = {}  # generation -> a load whose bytes may still land
+        self.reading: dict[int, GrantLease] = {}
+        self.held: set[int] = set()  # lease ids with a HoldTicket and no end yet
+        self.ended: list[int] = []  # lease ids whose obligation was handed over or discharged
+        self.prompt_of: dict[str, tuple[int, ...]] = {}
+
+    def ticket(self, tokens: tuple[int, ...], lease_id: int) -> Ticket:
+        self.prompts[lease_id] = tokens
+        return Ticket("prefill-0", 1, "127.0.0.1", 1, lease_id, b"c" * 16, len(tokens), prompt_digest(tokens))
+
+    def note(self, request: EngineRequest) -> None:
+        self.prompt_of[request.request_id] = request.prompt_token_ids
+
+    def take(self, order: TransferOrder) -> None:
+        rng, request_id = self.rng, order.request_id
+        match order:
+            case HoldTicket():
+                self.held.add(order.ticket.lease_id)
+            case ReleaseTicket():
+                self._end(order.ticket.lease_id)
+            case LoadBlocks():
+                self._end(order.ticket.lease_id)
+                self.writing[order.generation] = order
+                outcome = rng.choice(["landed", "landed", "failed", "quarantined"])
+                if outcome == "landed":
+                    self.due.append(BlocksLanded(request_id, order.generation))
+                else:
+                    quarantined = outcome == "quarantined"
+                    self.due.append(TransferFailed(request_id, order.generation, "checksum", quarantined=quarantined))
+                    if quarantined:
+                        self.due.append(BlocksQuiet(request_id, order.generation))
+            case CancelLoad():
+                assert order.generation in self.writing, "a load was cancelled that has ended"
+            case GrantLease():
+                self.reading[order.generation] = order
+                self._check_leased(order)
+                if rng.random() < 0.2:
+                    self.due.append(LeaseDenied(request_id, order.generation, "over budget"))
+                else:
+                    ticket = self.ticket(self.prompt_of[request_id], 1_000_000 + order.generation)
+                    self.due.append(LeaseGranted(request_id, order.generation, ticket))
+                    end = rng.choice([BlocksSent, LeaseExpired])
+                    self.due.append(end(request_id, order.generation))
+            case RevokeLease():
+                pass  # ends in the LeaseExpired (or BlocksSent) that is due already
+
+    def _end(self, lease_id: int) -> None:
+        assert lease_id in self.held, "an obligation that was never taken on, or discharged before"
+        self.held.remove(lease_id)
+        self.ended.append(lease_id)
+
+    def deliver(self, place: int) -> TransferReport:
+        """What happens to the memory, and the report of it."""
+        report = self.due.pop(place)
+        match report:
+            case BlocksLanded():
+                order = self.writing.pop(report.generation)
+                self._land(order)
+            case TransferFailed():
+                self._garble(report.generation)
+                follows = BlocksQuiet(report.request_id, report.generation)
+                if not (report.quarantined and follows in self.due):
+                    self.writing.pop(report.generation)
+            case BlocksQuiet():
+                self._garble(report.generation)
+                if not any(
+                    isinstance(other, TransferFailed) and other.generation == report.generation for other in self.due
+                ):
+                    self.writing.pop(report.generation)
+            case BlocksSent() | LeaseExpired():
+                self._check_leased(self.reading.pop(report.generation))
+            case LeaseDenied():
+                self.reading.pop(report.generation)
+        self.delivered.append(report)
+        return report
+
+    def write_something(self) -> None:
+        """Bytes of loads under way land at any time: whoever owns these blocks meanwhile is wrong."""
+        for generation in self.writing:
+            self._garble(generation)
+
+    def _garble(self, generation: int) -> None:
+        for block in ints(self.writing[generation].block_ids):
+            for offset in range(self.block_size):
+                self.memory[block, offset] = GARBAGE
+
+    def _land(self, order: LoadBlocks) -> None:
+        tokens = self.prompts[order.ticket.lease_id]
+        for place, block in enumerate(ints(order.block_ids)):
+            for offset in range(self.block_size):
+                position = (order.first_block + place) * self.block_size + offset
+                known = position < order.ticket.num_tokens
+                self.memory[block, offset] = tokens[: position + 1] if known else GARBAGE
+
+    def _check_leased(self, order: GrantLease) -> None:
+        tokens = self.prompt_of[order.request_id]
+        blocks = ints(order.block_ids)
+        assert order.num_tokens == len(tokens)
+        assert order.prompt_digest == prompt_digest(tokens)
+        assert len(blocks) == -(-len(tokens) // self.block_size)
+        for position in range(len(tokens)):
+            slot = blocks[position // self.block_size], position % self.block_size
+            assert self.memory.get(slot) == tokens[: position + 1], "a leased block holds something else"

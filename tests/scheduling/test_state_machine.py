@@ -1,0 +1,298 @@
+"""Hypothesis drives the real core with everything the world may do to it, in tiny pools.
+
+After every event `check()` recomputes the invariants (conservation of blocks among them), the simulated worker proves
+that each row reads the KV of its own tokens, and each ticket's obligation is discharged exactly once. At the end all
+reports are delivered and everything that fits must finish (liveness); the same inputs must give the same plans.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.configuration import SchedulerConfiguration
+from actors.messages.errors import RefusalReason
+from actors.messages.plan import StepPlan, StepResult
+from actors.messages.request import EngineRequest, FinishReason, RequestOutput
+from actors.messages.transfer import BlocksLanded, BlocksQuiet, BlocksSent, LeaseExpired, TransferFailed
+from actors.scheduling.core import SchedulerCore
+from tests.scheduling.simulated import SimulatedTransfers, SimulatedWorker
+
+STOP_TOKEN = 2
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        seed=st.integers(0, 1 << 32),
+        block_size=st.sampled_from([1, 2, 4]),
+        usable_blocks=st.integers(3, 14),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        on=st.fixed_dictionaries(
+            {
+                name: st.booleans()
+                for name in ("prefix_caching", "chunked_prefill", "async_scheduling", "reserve_full_sequence")
+            }
+        ),
+        budget=st.sampled_from([3, 6, 16, 40]),
+        threshold=st.sampled_from([0, 0, 2]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        max_num_seqs=st.integers(1, 5),
+        failure=st.sampled_from(["recompute", "recompute", "fail"]),
+    )
+    def begin(
+        self,
+        seed: int,
+        block_size: int,
+        usable_blocks: int,
+        policy: Any,
+        on: dict[str, bool],
+        budget: int,
+        threshold: int,
+        watermark: float,
+        max_num_seqs: int,
+        failure: Any,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.config = SchedulerConfiguration(
+            usable_blocks=usable_blocks,
+            block_size=block_size,
+            policy=policy,
+            max_num_batched_tokens=budget,
+            max_model_len=40,
+            long_prefill_token_threshold=threshold,
+            watermark=watermark,
+            max_num_seqs=max_num_seqs,
+            kv_load_failure_policy=failure,
+            kv_connector=True,
+            fence_frees=True,
+            **on,
+        )
+        self.core = SchedulerCore(self.config)
+        memory: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.worker = SimulatedWorker(block_size, memory, lambda: self.rng.choice([STOP_TOKEN, 5, 6, 7, 8]))
+        self.transfers = SimulatedTransfers(block_size, memory, self.rng)
+        self.now = 0.0
+        self.added: dict[str, EngineRequest] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.disturbed: set[str] = set()  # aborted
+        self.results: list[StepResult] = []
+        self.inputs: list[Callable[[SchedulerCore], Any]] = []
+        self.answers: list[Any] = []
+
+    # Every input goes through here, so that it can be given again.
+    def give(self, call: Callable[[SchedulerCore], Any]) -> Any:
+        self.inputs.append(call)
+        answer = call(self.core)
+        effects = self.core.take_effects()
+        self.answers.append((answer, effects))
+        for effect in effects:
+            if isinstance(effect, RequestOutput):
+                self.publish(effect)
+            else:
+                self.transfers.take(effect)
+        return answer
+
+    def publish(self, output: RequestOutput) -> None:
+        before = self.outputs[output.request_id]
+        assert not any(other.finish_reason for other in before), "an output after the last one"
+        before.append(output)
+        if output.finish_reason is None:
+            return
+        request = self.added[output.request_id]
+        parts = output.story
+        assert parts[0].start == request.arrival
+        assert parts[-1].end == self.now
+        assert all(one.end == other.start for one, other in pairwise(parts))
+        tokens = [token for other in before for token in other.token_ids]
+        assert len(tokens) <= request.max_tokens
+        if output.finish_reason is FinishReason.STOP:
+            assert tokens[-1] == STOP_TOKEN
+        if output.finish_reason is FinishReason.LENGTH:
+            assert len(tokens) == request.max_tokens or len(tokens) + len(request.prompt_token_ids) == 40
+        if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (output.ticket is not None) == request.do_remote_decode
+
+    @rule(
+        length=st.integers(1, 20),
+        family=st.integers(0, 2),
+        max_tokens=st.integers(1, 8),
+        kind=st.sampled_from(["plain", "plain", "ticket", "ticket", "lease"]),
+        priority=st.integers(0, 2),
+        patience=st.sampled_from([float("inf"), float("inf"), 6.0, 25.0]),
+        shift=st.sampled_from([0, 0, -1, 3]),
+    )
+    def add(
+        self, length: int, family: int, max_tokens: int, kind: str, priority: int, patience: float, shift: int
+    ) -> None:
+        request_id = f"r{len(self.added)}"
+        tokens = tuple(10 * family + place for place in range(length))
+        ticket = None
+        if kind == "ticket":
+            remote = tuple(10 * family + place for place in range(max(length + shift, 1)))
+            ticket = self.transfers.ticket(remote, len(self.added))
+        request = EngineRequest(
+            request_id,
+            tokens,
+            max_tokens=max_tokens,
+            eos_token_ids=(STOP_TOKEN,),
+            priority=priority,
+            arrival=self.now,
+            deadline=self.now + patience,
+            do_remote_decode=kind == "lease",
+            ticket=ticket,
+        )
+        self.added[request_id] = request
+        self.outputs[request_id] = []
+        self.transfers.note(request)
+        now = self.now
+        self.give(lambda core: core.add(request, now))
+
+    @property
+    def depth(self) -> int:
+        return 2 if self.config.async_scheduling else 1
+
+    @rule()
+    def step(self) -> None:
+        """Plan if there is room in flight, else apply the oldest result."""
+        if len(self.worker.plans) < self.depth and self.rng.random() < 0.8:
+            self.plan()
+        elif self.worker.plans:
+            self.apply_oldest()
+
+    def plan(self) -> StepPlan:
+        now = self.now
+        could = self.core.has_runnable()
+        plan: StepPlan = self.give(lambda core: core.schedule(now))
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        if plan.request_ids:
+            assert could, "a plan although nothing was runnable"
+            self.worker.plans.append(plan)
+        return plan
+
+    def apply_oldest(self) -> None:
+        result = self.worker.run_oldest()
+        self.results.append(result)
+        now = self.now
+        self.give(lambda core: core.apply(result, now))
+
+    @precondition(lambda self: self.transfers.due)
+    @rule(place=st.integers(0, 50))
+    def deliver(self, place: int) -> None:
+        """Any report that is due, so also the end of a lease before its grant, or quiet before the failure."""
+        report = self.transfers.deliver(place % len(self.transfers.due))
+        now = self.now
+        self.give(lambda core: core.apply(report, now))
+
+    @precondition(lambda self: self.transfers.delivered or self.results)
+    @rule(place=st.integers(0, 50))
+    def deliver_again(self, place: int) -> None:
+        seen = [*self.transfers.delivered, *self.results]
+        message = seen[place % len(seen)]
+        now, late = self.now, self.core.stats().late_events_total
+        before = len(self.answers)
+        self.give(lambda core: core.apply(message, now))
+        assert self.answers[before][1] == []
+        if isinstance(message, StepResult | BlocksLanded | TransferFailed | BlocksSent | LeaseExpired):
+            assert self.core.stats().late_events_total == late + 1
+
+    @rule()
+    def unknown_messages(self) -> None:
+        now, late = self.now, self.core.stats().late_events_total
+        for message in (StepResult(999_999, b"", b""), BlocksLanded("r0", 999_999), BlocksQuiet("nobody", 1)):
+            self.give(lambda core, message=message: core.apply(message, now))
+        assert self.core.stats().late_events_total == late + 3
+
+    @precondition(lambda self: self.added)
+    @rule(place=st.integers(0, 50))
+    def abort(self, place: int) -> None:
+        request_id = list(self.added)[place % len(self.added)]
+        self.disturbed.add(request_id)
+        now = self.now
+        self.give(lambda core: core.abort(request_id, now, "test"))
+        assert request_id not in self.core.live_request_ids()
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        now = self.now
+        self.give(lambda core: core.expire(now))
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > now
+
+    @precondition(lambda self: self.transfers.writing)
+    @rule()
+    def bytes_land(self) -> None:
+        self.transfers.write_something()
+
+    @rule(preempts=st.booleans())
+    def reset_prefix_cache(self, preempts: bool) -> None:
+        if self.rng.random() < 0.3:
+            now = self.now
+            self.give(lambda core: core.reset_prefix_cache(now, preempts))
+
+    @invariant()
+    def holds(self) -> None:
+        self.core.check()
+        report = self.core.blocks_report(self.now)
+        states = report.free + report.held + report.fenced + report.leased + report.quarantined
+        assert report.usable == states == self.config.usable_blocks
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        idle = 0
+        while self.core.live_request_ids() or self.transfers.due or self.worker.plans:
+            progress = bool(self.transfers.due or self.worker.plans)
+            while self.transfers.due:
+                self.deliver(0)
+            if self.worker.plans:
+                self.apply_oldest()
+            while len(self.worker.plans) < self.depth and self.core.has_runnable():
+                progress |= bool(self.plan().request_ids)
+            self.core.check()
+            idle = 0 if progress else idle + 1
+            assert idle < 3, f"stuck: {[self.core.live(name) for name in self.core.live_request_ids()]}"
+        self.all_is_given_back()
+        self.every_answer_is_right()
+        self.same_inputs_same_plans()
+
+    def all_is_given_back(self) -> None:
+        stats = self.core.stats()
+        assert stats.blocks_free == self.config.usable_blocks
+        assert self.core.blocks_report(self.now).grants == ()
+        assert self.transfers.held == set(), "a ticket whose obligation was forgotten"
+        assert len(self.transfers.ended) == len(set(self.transfers.ended))
+
+    def every_answer_is_right(self) -> None:
+        for request_id, request in self.added.items():
+            last = self.outputs[request_id][-1]
+            assert last.finish_reason is not None
+            most = min(len(request.prompt_token_ids) + request.max_tokens, 40)
+            if request_id in self.disturbed or last.error == RefusalReason.DEADLINE_EXCEEDED:
+                continue
+            fits = -(-most // self.config.block_size) <= self.config.usable_blocks
+            reasons = set()
+            if not fits:
+                reasons.add(RefusalReason.EXCEEDS_KV_CAPACITY)
+            if request.do_remote_decode:
+                reasons.add(RefusalReason.KV_SEND_FAILED)
+            if request.ticket is not None and self.config.kv_load_failure_policy == "fail":
+                reasons.add(RefusalReason.KV_LOAD_FAILED)
+            assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) or last.error in reasons
+
+    def same_inputs_same_plans(self) -> None:
+        core = SchedulerCore(self.config)
+        for call, answer in zip(self.inputs, self.answers, strict=True):
+            assert (call(core), core.take_effects()) == answer
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)

@@ -1,0 +1,108 @@
+"""`kvyard steps` as a user runs it: table, JSON, check, and what a broken file gets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tools.steps import steps
+
+SCENARIO: dict[str, Any] = {
+    "name": "two",
+    "why": "a is done in two steps",
+    "config": {"block_size": 4},
+    "requests": {"a": {"prompt": [{"seed": 1, "len": 5}], "max_tokens": 2}},
+    "actions": [
+        {"add": ["a"]},
+        {"schedule": {}, "expect": {"scheduled": {"a": 5}}},
+        {"update": {}},
+        {"schedule": {}},
+        {"update": {"sampled": {"a": [9]}}, "expect": {"finished": {"a": "length"}, "output": {"a": [9]}}},
+    ],
+}
+
+
+def run(tmp_path: Path, scenario: object, *flags: str) -> tuple[int, str, str]:
+    file = tmp_path / "scenario.json"
+    file.write_text(scenario if isinstance(scenario, str) else json.dumps(scenario))
+    result = CliRunner().invoke(steps, [str(file), *flags])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def changed(path: list[Any], value: Any) -> dict[str, Any]:
+    scenario = json.loads(json.dumps(SCENARIO))
+    place = scenario
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return scenario
+
+
+def test_json_prints_one_observation_per_action(tmp_path: Path) -> None:
+    code, out, _ = run(tmp_path, SCENARIO, "--json")
+    observations = [json.loads(line) for line in out.splitlines()]
+    assert (code, len(observations)) == (0, 5)
+    # 5 tokens of prompt in blocks of 4 are 2 blocks; 10,000 is the default pool.
+    assert observations[1] == {
+        "scheduled": {"a": 5}, "new": ["a"], "resumed": [], "preempted": [], "spec": {}, "cached": {}, "loading": {},
+        "running": ["a"], "waiting": [], "skipped": [], "status": {"a": "RUNNING"}, "computed": {"a": 5},
+        "free_blocks": 9998,
+    }  # fmt: skip
+
+
+def test_the_table_has_a_row_per_request_and_step(tmp_path: Path) -> None:
+    code, out, _ = run(tmp_path, SCENARIO)
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0
+    assert rows[2] == ["1", "schedule", "1", "a", "5", "5", "RUNNING", "new"]
+    assert rows[-1] == ["4", "update", "2", "a:", "[9];", "a", "ends:", "length"]
+
+
+def test_check_names_the_first_difference(tmp_path: Path) -> None:
+    code, out, _ = run(tmp_path, SCENARIO, "--check")
+    assert (code, "agrees (3 fields of 5 actions)" in out) == (0, True)
+    code, _, err = run(tmp_path, changed(["actions", 4, "expect", "output"], {"a": [8]}), "--check")
+    assert code == 1
+    assert 'actions[4] update: output: expected {"a": [8]}, observed {"a": [9]}' in err
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["config", "block_sise"], 4, "$.config: Object contains unknown field `block_sise`"),
+        (["config", "block_size"], "4", "$.config.block_size: Expected `int`, got `str`"),
+        (["requests", "a", "max_tokens"], 0, "$.requests.a.max_tokens: Expected `int` >= 1"),
+        (["requests", "a", "prompt"], [{"seed": 1, "len": 0}], "$.requests.a.prompt[0].len: Expected `int` >= 1"),
+        (["actions", 0], {"add": ["b"]}, "$.actions[0].add[0]: no request 'b'"),
+        (["actions", 0], {"add": ["a"], "schedule": {}}, "$.actions[0]: an action has one key beside expect"),
+        (["actions", 1, "expect"], {"sheduled": {}}, "$.actions[1].expect.sheduled: not a field of an observation"),
+        (["actions", 2], {"update": {"sampled": {"a": ["x"]}}}, "$.actions[2].update.sampled.a[0]: Expected `int`"),
+        (["actions", 2], {"update": {"sampled": {"a": [1, 2]}}}, "$.actions[2].update.sampled.a: the step gives it"),
+        (["actions", 2], {"update": {"received": ["a"]}}, "$.actions[2].update.received[0]: nothing of 'a' is under"),
+        (["actions", 0], {"update": {}}, "$.actions[0].update: no step is planned"),
+        (["requests", "a", "prompt", 0, "len"], 9000, "$.actions[0].add[0]: request 'a' can never run"),
+    ],
+)
+def test_a_file_that_is_not_a_scenario(tmp_path: Path, path: list[Any], value: Any, message: str) -> None:
+    code, _, err = run(tmp_path, changed(path, value))
+    assert code == 2
+    assert message in err
+
+
+def test_text_that_is_not_json(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, "{")
+    assert (code, "$: not JSON" in err) == (2, True)
+
+
+def test_it_imports_nothing_that_serves() -> None:
+    """It has to start within 0.3 s."""
+    code = "import sys, tools.steps; print(sorted({'torch', 'aiohttp', 'transformers', 'asyncio'} & set(sys.modules)))"
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert result.stdout.strip() == "[]"
