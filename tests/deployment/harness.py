@@ -22,6 +22,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.kernel.process import PARENT_PID
+
 ROOT = Path(__file__).parents[2]
 MARK = "KVYARD_TEST_DEPLOYMENT"
 READY_S = 120.0
@@ -67,7 +69,8 @@ class Deployment:
         self.process = subprocess.Popen(
             argv,
             cwd=ROOT,
-            env={**os.environ, **(environment or {}), MARK: self.mark},
+            # As a child of `spawn`, `up` dies with the test run, and with it everything below.
+            env={**os.environ, **(environment or {}), MARK: self.mark, PARENT_PID: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -13,12 +13,12 @@ import pytest
 from tests.deployment.clients import Question, ask, expected, in_background, prompt_of
 from tests.deployment.harness import Deployment, wait_for
 
-LEASE_S = 1.5
+LEASE_S = 3.0
 
 
 @pytest.fixture(scope="module", params=["tcp", "nixl"])
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    flags = ("--dtype=float32", f"--lease={LEASE_S}", "--lease-renewal=0.4", "--fault=corrupt:1")
+    flags = ("--dtype=float32", f"--lease={LEASE_S}", "--lease-renewal=0.8", "--fault=corrupt:1")
     with Deployment(*flags, f"--transport={request.param}") as running:
         yield running
 
@@ -36,11 +36,11 @@ def outcomes(deployment: Deployment) -> dict[str, float]:
 
 def test_one_wrong_bit_in_a_block(deployment: Deployment) -> None:
     before = outcomes(deployment)
-    question = Question(prompt_of("prose-129"), stream=True, request_id="corrupt")
-    ask(deployment.url, question).must_be(expected("prose-129", 16))
+    question = Question(prompt_of("prose-100"), stream=True, request_id="corrupt")
+    ask(deployment.url, question).must_be(expected("prose-100", 16))
     assert outcomes(deployment) == {**before, "recomputed": before["recomputed"] + 1}
     assert failures(deployment, "corrupt") == {"checksum"}
-    ask(deployment.url, Question(prompt_of("prose-129"), max_tokens=24)).must_be(expected("prose-129", 24))
+    ask(deployment.url, Question(prompt_of("prose-100"), max_tokens=24)).must_be(expected("prose-100", 24))
     deployment.wait_quiet()
 
 

@@ -5,10 +5,12 @@ One seat (`--max-num-seqs=1`) on each engine, so that whoever comes second waits
 
 from __future__ import annotations
 
+import os
 import signal
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -48,6 +50,10 @@ def must_have_kept_its_deadline(answer: Answer, timeout: float) -> None:
     assert timeout - EARLY_S <= answer.seconds <= timeout + LATE_S, answer
 
 
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def stream_in_progress(deployment: Deployment, question: Question) -> Future[Answer]:
     begun = Event()
     streaming = in_background(deployment.url, question, begun.set)
@@ -56,7 +62,9 @@ def stream_in_progress(deployment: Deployment, question: Question) -> Future[Ans
 
 
 def test_the_deadline_passes_in_the_queue(deployment: Deployment) -> None:
-    streaming = stream_in_progress(deployment, Question(prompt_of("prose-5"), max_tokens=400, stream=True, timeout=8.0))
+    streaming = stream_in_progress(
+        deployment, Question(prompt_of("prose-5"), max_tokens=4000, stream=True, timeout=8.0)
+    )
     queued = Question(prompt_of("prose-16"), timeout=4.0, stream=True, request_id="overdue-in-queue")
     client = in_background(deployment.url, queued)
     deployment.wait_state("overdue-in-queue", "decode-0", "queued")
@@ -124,6 +132,20 @@ def test_a_worker_stands_still_and_goes_on(deployment: Deployment) -> None:
     assert deployment.engine("decode-0")["epoch"] == engine["epoch"]
     assert get_json(f"{engine['url']}/health")["healthy"]
     ask(deployment.url, Question(prompt_of("prose-100"))).must_be(expected("prose-100", 16))
+
+
+def test_the_router_is_killed(deployment: Deployment) -> None:
+    before = {engine["engine_id"]: engine["epoch"] for engine in deployment.engines()}
+    streaming = stream_in_progress(deployment, Question(prompt_of("prose-48"), max_tokens=4000, stream=True))
+    (pid,) = [pid for pid in deployment.leftovers() if "router" in command_of(pid)]
+    os.kill(pid, signal.SIGKILL)
+    # Nobody is left to say a word to this one; its connection says it.
+    assert streaming.result().broken is not None
+    wait_for("the router is back", deployment.engines, 30.0)
+    deployment.wait_healthy()
+    assert {engine["engine_id"]: engine["epoch"] for engine in deployment.engines()} == before
+    deployment.wait_quiet(QUIET_S)
+    ask(deployment.url, Question(prompt_of("prose-48"))).must_be(expected("prose-48", 16))
 
 
 def test_an_engine_is_killed_in_the_middle_of_a_stream(deployment: Deployment) -> None:

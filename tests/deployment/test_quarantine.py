@@ -13,14 +13,14 @@ import pytest
 from tests.deployment.clients import Question, ask, expected, in_background, prompt_of
 from tests.deployment.harness import Deployment, wait_for
 
-LEASE_S = 6.0
+LEASE_S = 4.0
 FLAGS = (
     "--dtype=float32",
     "--transport=nixl",
-    "--fault=slow:1,slow_s:2",
-    "--kv-load-timeout=5",
+    "--fault=slow:1,slow_s:1.5",
+    "--kv-load-timeout=3",
     f"--lease={LEASE_S}",
-    "--lease-renewal=3",
+    "--lease-renewal=2",
 )
 QUIET_S = LEASE_S + 20
 
@@ -35,7 +35,7 @@ def quarantined(deployment: Deployment) -> int:
     return int(deployment.blocks()["decode-0"]["quarantined"])
 
 
-@pytest.mark.parametrize(("name", "then"), [("prose-300", signal.SIGCONT), ("random-333", signal.SIGKILL)])
+@pytest.mark.parametrize(("name", "then"), [("prose-129", signal.SIGCONT), ("prose-100", signal.SIGKILL)])
 def test_blocks_of_a_read_that_hangs_are_quarantined_until_it_ends(
     deployment: Deployment, name: str, then: signal.Signals
 ) -> None:

@@ -56,13 +56,14 @@ def loads(deployment: Deployment, outcome: str) -> float:
 def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment) -> None:
     before = deployment.engine("prefill-0")
     recomputed = loads(deployment, "recomputed")
-    reading = in_background(deployment.url, Question(prompt_of("prose-511"), stream=True, request_id="kill-reading"))
-    deployment.wait_state("kill-reading", "decode-0", PARKED, age=READ_S / 4)
+    reading = in_background(deployment.url, Question(prompt_of("prose-300"), stream=True, request_id="kill-reading"))
+    deployment.wait_state("kill-reading", "decode-0", PARKED)
     waiting = in_background(deployment.url, Question(prompt_of("prose-256"), request_id="kill-waiting"))
     deployment.wait_state("kill-waiting", "prefill-0", "prefill")
+    deployment.wait_state("kill-reading", "decode-0", PARKED, age=READ_S / 4)
     deployment.signal("prefill-0", signal.SIGKILL, worker=False)
 
-    reading.result().must_be(expected("prose-511", 16))
+    reading.result().must_be(expected("prose-300", 16))
     waiting.result().must_be(expected("prose-256", 16))
     assert loads(deployment, "recomputed") == recomputed + 1
     story = deployment.intervals("kill-reading", "decode-0")
@@ -71,21 +72,21 @@ def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment) -
 
     # The new engine at the old address takes part again, and what the failed load left in the cache is right.
     landed = loads(deployment, "landed")
-    ask(deployment.url, Question(prompt_of("prose-300"))).must_be(expected("prose-300", 16))
+    ask(deployment.url, Question(prompt_of("prose-129"))).must_be(expected("prose-129", 16))
     assert loads(deployment, "landed") == landed + 1
-    ask(deployment.url, Question(prompt_of("prose-511"), max_tokens=24)).must_be(expected("prose-511", 24))
+    ask(deployment.url, Question(prompt_of("prose-300"), max_tokens=24)).must_be(expected("prose-300", 24))
 
 
 def test_prefill_stands_still_so_that_only_the_deadline_notices(deployment: Deployment, transport: str) -> None:
     before = deployment.engine("prefill-0")
     recomputed = loads(deployment, "recomputed")
-    reading = in_background(deployment.url, Question(prompt_of("prose-777"), stream=True, request_id="stop-reading"))
+    reading = in_background(deployment.url, Question(prompt_of("random-333"), stream=True, request_id="stop-reading"))
     deployment.wait_state("stop-reading", "decode-0", PARKED, age=READ_S / 4)
     deployment.signal("prefill-0", signal.SIGSTOP)
     try:
         # This one finds a prefill engine that takes its question and never answers.
-        asked = in_background(deployment.url, Question(prompt_of("prose-129"), timeout=40.0))
-        reading.result().must_be(expected("prose-777", 16))
+        asked = in_background(deployment.url, Question(prompt_of("chat-1"), timeout=40.0))
+        reading.result().must_be(expected("random-333", 16))
         assert loads(deployment, "recomputed") == recomputed + 1
         story = deployment.intervals("stop-reading", "decode-0")
         assert [part["detail"] for part in story if part["detail"].startswith("load failed: deadline")], story
@@ -95,14 +96,14 @@ def test_prefill_stands_still_so_that_only_the_deadline_notices(deployment: Depl
             # Its reader does the copying, so it has nothing to fear after it has stopped.
             report = get_json(f"{deployment.engine('decode-0')['url']}/debug/blocks")
             assert report["quarantined"] == 0
-        asked.result().must_be(expected("prose-129", 16))
+        asked.result().must_be(expected("chat-1", 16))
     finally:
         deployment.signal("prefill-0", signal.SIGCONT)
     deployment.wait_healthy()
     after = deployment.engine("prefill-0")
     assert (after["pid"], after["epoch"]) == (before["pid"], before["epoch"])
     landed = loads(deployment, "landed")
-    ask(deployment.url, Question(prompt_of("random-333"))).must_be(expected("random-333", 16))
+    ask(deployment.url, Question(prompt_of("random-64"))).must_be(expected("random-64", 16))
     assert loads(deployment, "landed") == landed + 1
 
 
@@ -122,10 +123,10 @@ def test_a_client_leaves_while_its_blocks_are_being_read(deployment: Deployment)
 
 def test_the_worker_of_prefill_is_killed(deployment: Deployment) -> None:
     before = deployment.engine("prefill-0")
-    client = in_background(deployment.url, Question(prompt_of("prose-1024"), max_tokens=4, request_id="worker-killed"))
+    client = in_background(deployment.url, Question(prompt_of("prose-511"), max_tokens=4, request_id="worker-killed"))
     deployment.wait_state("worker-killed", "prefill-0", "prefill")
     deployment.signal("prefill-0", signal.SIGKILL, engine=False)
-    client.result().must_be(expected("prose-1024", 4))
+    client.result().must_be(expected("prose-511", 4))
     after = deployment.wait_restarted(before)
     assert after["worker_pids"] != before["worker_pids"]
     assert "it ended with exit code 70" in deployment.log()
@@ -137,12 +138,12 @@ def test_decode_is_killed_while_it_loads_and_while_it_streams(deployment: Deploy
         deployment.url, Question(prompt_of("prose-48"), max_tokens=64, stream=True, request_id="dying-stream")
     )
     deployment.wait_state("dying-stream", "decode-0", "decode")
-    parked = in_background(deployment.url, Question(prompt_of("random-64"), request_id="dying-parked"))
+    parked = in_background(deployment.url, Question(prompt_of("random-7"), request_id="dying-parked"))
     deployment.wait_state("dying-parked", "decode-0", PARKED)
     deployment.signal("decode-0", signal.SIGKILL, engine=False)
     # There is no other decode engine, and a stream that has begun cannot begin again elsewhere.
     streaming.result().must_be_right_or_an_error(expected("prose-48", 64))
-    parked.result().must_be_right_or_an_error(expected("random-64", 16))
+    parked.result().must_be_right_or_an_error(expected("random-7", 16))
     assert parked.result().error is not None
     deployment.wait_restarted(before)
     ask(deployment.url, Question(prompt_of("prose-48"))).must_be(expected("prose-48", 16))
