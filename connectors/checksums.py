@@ -34,8 +34,9 @@ class ChecksumThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
 
-    def compute(self, memory: KVMemory, block_ids: BlockIds) -> Future[Checksums]:
-        return self._thread.submit(block_checksums, memory, block_ids)
+    def compute(self, memory: KVMemory, block_ids: BlockIds) -> Future[bytes]:
+        """The column of `LeaseOpened.checksums`."""
+        return self._thread.submit(lambda: block_checksums(memory, block_ids).astype("<u8").tobytes())
 
     def stop(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -55,11 +55,22 @@ Effect = BlocksSent | LeaseExpired | AbortCopies
 class Lease:
     """One promise. `end` is set once it is dead, and reported once `copies` is 0."""
 
-    __slots__ = ("block_ids", "capability", "copies", "deadline", "end", "generation", "lease_id", "request_id")
+    __slots__ = (
+        "block_column",
+        "block_ids",
+        "capability",
+        "copies",
+        "deadline",
+        "end",
+        "generation",
+        "lease_id",
+        "request_id",
+    )
 
     def __init__(self, lease_id: int, capability: bytes, order: GrantLease, deadline: float) -> None:
         self.lease_id, self.capability, self.deadline = lease_id, capability, deadline
         self.request_id, self.generation = order.request_id, order.generation
+        self.block_column = order.block_ids
         self.block_ids: BlockIds = block_ids_of(order.block_ids)
         self.copies = 0
         self.end: BlocksSent | LeaseExpired | None = None

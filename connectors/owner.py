@@ -33,7 +33,7 @@ from actors.messages.transfer import (
     RevokeLease,
     TransferReport,
 )
-from connectors.checksums import Checksums, ChecksumThread
+from connectors.checksums import ChecksumThread
 from connectors.lease_book import AbortCopies, Lease, LeaseBook
 from connectors.memory import BlockIds, KVMemory, block_ids_of, runs
 
@@ -66,7 +66,7 @@ class LeaseOwner:
         self.book, self.memory = book, memory
         self._checksums, self._clock, self._token_bytes, self._report = checksums, clock, token_bytes, report
         self._agent_metadata = agent_metadata  # transport name → what its readers need
-        self._sums: dict[tuple[str, int], Future[Checksums]] = {}
+        self._sums: dict[tuple[str, int], Future[bytes]] = {}
         self._copies: dict[int, list[OutgoingCopy]] = {}
         self._last_lease_id = 0
         self._changed = anyio.Event()
@@ -84,7 +84,7 @@ class LeaseOwner:
         if lease is None:
             return
         self._last_lease_id = lease_id
-        self._sums[order.request_id, order.generation] = self._checksums.compute(self.memory, lease.block_ids)
+        self._sums[order.request_id, order.generation] = self._checksums.compute(self.memory, block_ids)
         ticket = Ticket(
             engine_id=self.book.engine_id,
             epoch=self.book.epoch,
@@ -131,8 +131,8 @@ class LeaseOwner:
             return LeaseRefused(request.lease_id, RefusedLease.EXPIRED, "while its checksums were computed")
         return LeaseOpened(
             lease_id=lease.lease_id,
-            block_ids=lease.block_ids.astype("<i4").tobytes(),
-            checksums=checksums.astype("<u8").tobytes(),
+            block_ids=lease.block_column,
+            checksums=checksums,
             remaining_s=lease.deadline - self._clock(),
             pool_address=self.memory.address,
             agent_metadata=self._agent_metadata(request.transport),

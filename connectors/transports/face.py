@@ -158,12 +158,14 @@ class ReadState:
         return self._quiet.is_set()
 
     async def finished(self) -> None:
-        await self._ended.wait()
+        if not self._ended.is_set():
+            await self._ended.wait()
         if self.failure is not None:
             raise ReadFailed(self.failure)
 
     async def verified(self) -> None:
-        await self._verified.wait()
+        if not self._verified.is_set():
+            await self._verified.wait()
 
     async def wait_quiet(self) -> None:
         await self._quiet.wait()

@@ -4,7 +4,8 @@ All NIXL calls run on one thread, never on the loop: they may copy for many mill
 after `stop` no further piece is posted, but the one in flight lands when it lands, so the reading is quiet only when
 its handle is done or has failed. The thread sleeps on its queue while nothing is in flight.
 
-    loop ── submit ─► thread: post a piece, poll it, verify it, post the next … ── call_soon_threadsafe ─► ReadState.end
+    loop ──► nixl thread: post a piece, poll it, post the next … ── call_soon_threadsafe ─► ReadState.end
+                 └─ each piece ──► verifying thread: `landed`  … ── call_soon_threadsafe ─► ReadState.rest
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from connectors.memory import KVMemory
 from connectors.transports.face import Landed, PeerKey, ReadOrder, ReadState, TransportUnavailable
 from connectors.transports.nixl_agent import make_agent
 
-PIECE_BYTES = 3 << 20  # verified while it is in the cache; over 16 MiB a call would block the thread for too long
-LAST_BLOCKS = 32  # of a READ: verified while the release is on its way
+PIECE_BYTES = 6 << 20  # verified while the next is in flight; over 16 MiB a call would block the thread for too long
 _SPIN_S = 0.002  # a READ this young is polled without a nap worth the name
 _STOP_S = 1.0
 
@@ -61,7 +61,6 @@ class _Transfer:
         self.local, self.remote_rows = _descriptors(order, memory.address, memory.block_bytes)
         self.mergeable = bool(np.logical_and(np.diff(order.targets) == 1, np.diff(order.sources) == 1).any())
         self.size = order.targets.size
-        self.verified = 0  # positions before this one
         self.piece = (0, 0)  # [first, last) positions: in flight, or the last one that landed
         self.handle: Any = None
         self.posted_at = 0.0
@@ -74,6 +73,7 @@ class NixlTransport:
         self._agent_name = agent_name
         self.agent_metadata = b""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._verifications: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: the end
         self._active: list[_Transfer] = []
         self._remotes: dict[bytes, _Remote] = {}  # by metadata
         self._running = False
@@ -84,6 +84,7 @@ class NixlTransport:
         self._memory, self._loop = memory, asyncio.get_running_loop()
         self._running = True
         threading.Thread(target=self._main, name="nixl", daemon=True).start()
+        threading.Thread(target=self._verify, name="nixl-verify", daemon=True).start()
         try:
             await self._on_thread(self._open)
         except Exception as error:
@@ -131,6 +132,12 @@ class NixlTransport:
                 self._next_job()()
             for transfer in list(self._active):
                 self._advance(transfer)
+        self._verifications.put(None)
+
+    def _verify(self) -> None:
+        while (verification := self._verifications.get()) is not None:
+            with contextlib.suppress(Exception):  # what is not verified does not land: the load counts
+                verification()
 
     def _next_job(self) -> Callable[[], None]:
         """Raises queue.Empty when it is time to look after the transfers."""
@@ -174,6 +181,7 @@ class NixlTransport:
         self._active.append(transfer)
         if reading.stopped:
             self._end(transfer, "stopped")
+            self._to_loop(reading.rest)
 
     def _remote_of(self, order: ReadOrder) -> _Remote:
         metadata = order.opened.agent_metadata
@@ -201,19 +209,15 @@ class NixlTransport:
             self._fail(transfer, error)
 
     def _landed(self, transfer: _Transfer) -> None:
-        """Verify while the bytes are in the cache, but leave the last ones until the end has been told."""
+        """The piece goes to the verifying thread. After the last one the end is told before that has come to rest."""
         first, last = transfer.piece
-        if last <= transfer.size - LAST_BLOCKS:
-            transfer.landed(first, last)
-            transfer.verified = last
         if last == transfer.size:
-            self._end(transfer, None, verified=False)
-            try:
-                transfer.landed(transfer.verified, last)
-            finally:
-                self._to_loop(transfer.reading.rest)
+            self._end(transfer, None)
         elif transfer.reading.stopped:
             self._end(transfer, "stopped")
+        self._verifications.put(partial(transfer.landed, first, last))
+        if transfer not in self._active:
+            self._verifications.put(partial(self._to_loop, transfer.reading.rest))
 
     def _post(self, transfer: _Transfer) -> str:
         """The next piece. The call may copy the whole piece before it returns."""
@@ -231,16 +235,18 @@ class NixlTransport:
 
     def _fail(self, transfer: _Transfer, error: Exception) -> None:
         """NIXL has given the READ up: nothing lands any more. Its connection is of no use to later ones either."""
+        if transfer not in self._active:
+            return
         if transfer.handle is not None:
             with contextlib.suppress(Exception):
                 self._agent.release_xfer_handle(transfer.handle)
         transfer.remote.doomed = True
         self._end(transfer, f"{type(error).__name__}: {error}")
+        self._verifications.put(partial(self._to_loop, transfer.reading.rest))
 
-    def _end(self, transfer: _Transfer, failure: str | None, *, verified: bool = True) -> None:
-        if transfer not in self._active:
-            return
-        self._to_loop(partial(transfer.reading.end, failure, verified=verified))
+    def _end(self, transfer: _Transfer, failure: str | None) -> None:
+        """Nothing arrives any more; `ReadState.rest` is up to the verifying thread, which may have a piece in hand."""
+        self._to_loop(partial(transfer.reading.end, failure, verified=False))
         self._active.remove(transfer)
         transfer.remote.active -= 1
         self._bury()
