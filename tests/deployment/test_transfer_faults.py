@@ -53,17 +53,21 @@ def loads(deployment: Deployment, outcome: str) -> float:
     return deployment.metric("decode-0", "kvyard_kv_loads_total", outcome=outcome)
 
 
-def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment) -> None:
+@pytest.mark.parametrize(
+    ("name", "fresh"),
+    [("prose-300", "prose-129"), pytest.param("prose-1500", "prose-1024", marks=pytest.mark.soak)],
+)
+def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment, name: str, fresh: str) -> None:
     before = deployment.engine("prefill-0")
     recomputed = loads(deployment, "recomputed")
-    reading = in_background(deployment.url, Question(prompt_of("prose-300"), stream=True, request_id="kill-reading"))
+    reading = in_background(deployment.url, Question(prompt_of(name), stream=True, request_id="kill-reading"))
     deployment.wait_state("kill-reading", "decode-0", PARKED)
     waiting = in_background(deployment.url, Question(prompt_of("prose-256"), request_id="kill-waiting"))
     deployment.wait_state("kill-waiting", "prefill-0", "prefill")
     deployment.wait_state("kill-reading", "decode-0", PARKED, age=READ_S / 4)
     deployment.signal("prefill-0", signal.SIGKILL, worker=False)
 
-    reading.result().must_be(expected("prose-300", 16))
+    reading.result().must_be(expected(name, 16))
     waiting.result().must_be(expected("prose-256", 16))
     assert loads(deployment, "recomputed") == recomputed + 1
     story = deployment.intervals("kill-reading", "decode-0")
@@ -72,9 +76,9 @@ def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment) -
 
     # The new engine at the old address takes part again, and what the failed load left in the cache is right.
     landed = loads(deployment, "landed")
-    ask(deployment.url, Question(prompt_of("prose-129"))).must_be(expected("prose-129", 16))
+    ask(deployment.url, Question(prompt_of(fresh))).must_be(expected(fresh, 16))
     assert loads(deployment, "landed") == landed + 1
-    ask(deployment.url, Question(prompt_of("prose-300"), max_tokens=24)).must_be(expected("prose-300", 24))
+    ask(deployment.url, Question(prompt_of(name), max_tokens=24)).must_be(expected(name, 24))
 
 
 def test_prefill_stands_still_so_that_only_the_deadline_notices(deployment: Deployment, transport: str) -> None:
