@@ -122,6 +122,9 @@ def _try(
             if count == 0:
                 state.encoder.release_all(request)
                 return Verdict.STOP, "encoder budget spent"
+    if request.starved and _holders_would_starve_it(state, request, hits):
+        state.encoder.release_all(request)
+        return Verdict.NO_ROOM, kv.shortage
     if not _allocate(state, request, num_computed + count, hits, remote.is_async, now):
         state.encoder.release_all(request)
         return Verdict.NO_ROOM, kv.shortage
@@ -130,6 +133,7 @@ def _try(
         state.num_prefix_hit_tokens += num_local
     if not request.num_preemptions and (hits or remote.num_tokens):
         request.num_cached_tokens = num_computed
+    request.starved = False
     request.num_computed_tokens = num_computed
     if num_computed + count < num_known:
         request.reserves_rest = True
@@ -228,39 +232,56 @@ def _add_admitted_row(
 def _relieve(state: SchedulerState, step: ScheduledStep, adapters: set[str | None], now: float) -> bool:
     """After NO_ROOM. True: something changed, the pass is worth another try.
 
-    Nothing runs, nothing is in flight and no lease, fence or quarantine will give blocks back: then a request that
-    waits behind the head holds what the head needs. Holders go on, in order; if none can, the last one gives its
-    blocks back; if nobody holds anything, the head can never run and says so.
+    Nothing runs and nothing will come back: then a request that waits behind the head holds what the head needs.
+    Holders go on, in order; if none can, the last one gives its blocks back; if nobody holds anything, the head can
+    never run and says so.
     """
-    if state.running or state.in_flight:
+    if state.in_flight or not _nothing_comes_back(state):
         return False
-    if any(grant.state is not GrantState.HELD for grant in state.kv.ledger.live.values()):
-        return False
-    loads = state.transfers.loads.values()
-    if any(not load.is_wanted or state.config.kv_load_failure_policy == "fail" for load in loads):
-        return False
-    queued = [*state.skipped_waiting, *state.waiting]
-    if state.config.policy == "priority":
-        queued.sort(key=lambda request: request.order)
-    holders = [
-        request for request in queued if request.grant is not None and request.load_phase is not LoadPhase.IN_FLIGHT
-    ]
+    holders = _holders(state)
     for request in holders:
         verdict, _ = _try(state, step, request, adapters, now)
         if verdict is Verdict.ADMITTED:
             (state.waiting if request in state.waiting else state.skipped_waiting).remove(request)
             state.running.append(request)
             return True
-    if loads:
+    if state.transfers.loads:
         return False
     if len(holders) > 1 or (holders and holders[0] is not _next_queue(state).peek()):
         _revoke(state, holders[-1], now)
         return True
-    if holders:
+    if holders or state.transfers.quarantined:
         return False
     head = _next_queue(state).peek()
     state.end(head, FinishReason.ERROR, now, RefusalReason.EXCEEDS_KV_CAPACITY, f"{state.kv.shortage} of an idle pool")
     return True
+
+
+def _holders(state: SchedulerState) -> list[SchedulerRequest]:
+    """Requests that wait with blocks in hand and could run, in order of service."""
+    queued = [*state.skipped_waiting, *state.waiting]
+    if state.config.policy == "priority":
+        queued.sort(key=lambda request: request.order)
+    return [
+        request for request in queued if request.grant is not None and request.load_phase is not LoadPhase.IN_FLIGHT
+    ]
+
+
+def _nothing_comes_back(state: SchedulerState) -> bool:
+    """No block that is held now will be free unless one of the waiting requests goes on. Quarantine may last."""
+    if state.running or any(
+        grant.state in (GrantState.FENCED, GrantState.LEASED) for grant in state.kv.ledger.live.values()
+    ):
+        return False
+    loads = state.transfers.loads.values()
+    return not any(not load.is_wanted or state.config.kv_load_failure_policy == "fail" for load in loads)
+
+
+def _holders_would_starve_it(state: SchedulerState, request: SchedulerRequest, hits: list[int]) -> bool:
+    """Admitted chunk by chunk it would run out of blocks, lose them and come back as the head, for ever."""
+    if not _nothing_comes_back(state) or all(holder is request for holder in _holders(state)):
+        return False
+    return not state.kv.fits(request, len(request.tokens), hits, spare=0, reserved=0)
 
 
 def _revoke(state: SchedulerState, request: SchedulerRequest, now: float) -> None:

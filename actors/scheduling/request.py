@@ -76,6 +76,7 @@ class SchedulerRequest:
         "order",
         "request_id",
         "reserves_rest",
+        "starved",
         "status",
         "stop_ids",
         "story",
@@ -100,6 +101,7 @@ class SchedulerRequest:
         self.is_prefill_chunk = False  # the last planned step leaves some of its known tokens uncomputed
         self.reserves_rest = False  # admitted, prefill unfinished: loads leave room for the rest of it
         self.num_preemptions = 0
+        self.starved = False  # preempted for its own sake while nobody else ran: others hold what it needs
         self.last_step = 0  # newest planned step that it is in
         self.known_to_worker = False
         self.grant: Grant | None = None

@@ -12,6 +12,8 @@ from actors.scheduling.request import SchedulerRequest
 from actors.scheduling.state import SchedulerState
 from actors.scheduling.step import ScheduledStep
 
+_ROUNDS_OF_A_TIE = 4  # preemptions of one request, after which the id decides
+
 
 def schedule_running(state: SchedulerState, step: ScheduledStep, now: float) -> None:
     config, running, kv = state.config, state.running, state.kv
@@ -107,10 +109,7 @@ def _make_room(
         if state.config.fence_frees and num_missing <= kv.pool.num_free + kv.ledger.num_coming_back():
             request.story.detail = f"needs {num_missing} blocks, which come back with the step in flight"
             return index, "wait"
-        if state.config.policy == "priority":
-            victim_index = max(range(len(running)), key=lambda place: running[place].order[:2])
-        else:
-            victim_index = len(running) - 1
+        victim_index = _least_important(running) if state.config.policy == "priority" else len(running) - 1
         victim = running.pop(victim_index)
         if victim_index < index:
             index -= 1
@@ -127,8 +126,19 @@ def _make_room(
         state.preempt(victim, now, f"{request.request_id} needed {num_missing} blocks, {kv.pool.num_free} free")
         step.preempted.append(victim.request_id)
         if victim is request:
+            request.starved = not running
             return index, "ended"
     return index, "fits"
+
+
+def _least_important(running: list[SchedulerRequest]) -> int:
+    """Of those that came at the same time the first, as the reference has it, while that leads anywhere."""
+    place = max(range(len(running)), key=lambda place: running[place].order[:2])
+    tied = [place for place, other in enumerate(running) if other.order[:2] == running[place].order[:2]]
+    if any(running[place].num_preemptions >= _ROUNDS_OF_A_TIE for place in tied):
+        # Each would come back behind the other and make it the first: two requests could preempt each other for ever.
+        return max(tied, key=lambda place: running[place].order)
+    return place
 
 
 def _unschedule(state: SchedulerState, step: ScheduledStep, victim: SchedulerRequest) -> None:

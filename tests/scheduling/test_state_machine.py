@@ -157,9 +157,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def depth(self) -> int:
         return 2 if self.config.async_scheduling else 1
 
-    @rule()
+    @rule(times=st.integers(1, 5))
+    def steps(self, times: int) -> None:
+        """Each time plan, if there is room in flight, or apply the oldest result."""
+        for _ in range(times):
+            self.step()
+            self.core.check()
+
     def step(self) -> None:
-        """Plan if there is room in flight, else apply the oldest result."""
         if len(self.worker.plans) < self.depth and self.rng.random() < 0.8:
             self.plan()
         elif self.worker.plans:
@@ -246,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        idle = 0
+        idle = rounds = 0
         while self.core.live_request_ids() or self.transfers.due or self.worker.plans:
             progress = bool(self.transfers.due or self.worker.plans)
             while self.transfers.due:
@@ -257,6 +262,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 progress |= bool(self.plan().request_ids)
             self.core.check()
             idle = 0 if progress else idle + 1
+            rounds += 1
+            assert rounds < 200 + 100 * len(self.added), f"busy and getting nowhere: {self.core.live_request_ids()}"
             assert idle < 3, f"stuck: {[self.core.live(name) for name in self.core.live_request_ids()]}"
         self.all_is_given_back()
         self.every_answer_is_right()
