@@ -18,14 +18,15 @@ import pytest
 from tests.deployment.clients import Answer, Departing, Question, ask, expected, in_background, prompt_of
 from tests.deployment.harness import Deployment, get_json, wait_for
 
+LEASE_S = 4.5
 FLAGS = (
     "--dtype=float32",
     "--transport=tcp",
     "--max-num-seqs=1",
     "--max-waiting-requests=2",  # whoever has no token yet waits
     "--fault=slow:1,slow_s:1.5",
-    "--lease=8",
-    "--lease-renewal=2",
+    f"--lease={LEASE_S}",
+    "--lease-renewal=1",
 )
 QUIET_S = 30.0
 # The router's clock starts a little after the client's; the answer travels on a machine that may be busy.
@@ -84,6 +85,20 @@ def test_the_deadline_passes_in_the_queue(deployment: Deployment) -> None:
     reference = expected("prose-5", 64)
     assert cut.text[: len(reference)] == reference[: len(cut.text)]
     assert cut.text
+
+
+def test_a_lease_is_kept_alive_for_as_long_as_its_reader_queues(deployment: Deployment) -> None:
+    expired = deployment.metric("prefill-0", "kvyard_leases_expired_total")
+    landed = deployment.metric("decode-0", "kvyard_kv_loads_total", outcome="landed")
+    seat = Departing(deployment.url, Question(prompt_of("chat-1"), max_tokens=4000, stream=True, request_id="seat"))
+    deployment.wait_state("seat", "decode-0", "decode")
+    client = in_background(deployment.url, Question(prompt_of("chat-2"), request_id="patient"))
+    deployment.wait_state("patient", "decode-0", "queued", age=LEASE_S + 1)
+    seat.leave()
+    client.result().must_be(expected("chat-2", 16))
+    # Both were loaded; nothing had to be computed twice.
+    assert deployment.metric("decode-0", "kvyard_kv_loads_total", outcome="landed") == landed + 2
+    assert deployment.metric("prefill-0", "kvyard_leases_expired_total") == expired
 
 
 def test_the_queue_is_full(deployment: Deployment) -> None:

@@ -73,6 +73,7 @@ def test_prefill_is_killed_in_the_middle_of_a_transfer(deployment: Deployment, n
     story = deployment.intervals("kill-reading", "decode-0")
     assert [part["detail"] for part in story if part["detail"].startswith("load failed: peer_lost")], story
     deployment.wait_restarted(before)
+    assert not set(before["worker_pids"]) & set(deployment.leftovers())
 
     # The new engine at the old address takes part again, and what the failed load left in the cache is right.
     landed = loads(deployment, "landed")
