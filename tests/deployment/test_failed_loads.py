@@ -16,8 +16,8 @@ from tests.deployment.harness import Deployment
 LOAD_TIMEOUT_S = 2.0
 MAX_ROUNDS = 8
 FAULTS = (
-    # Of a load's two control messages one in twelve is lost, before one in twenty the link breaks for all; a stalled READ outlives the
-    # load's deadline, and its blocks go into quarantine.
+    # Of a load's two control messages one in twelve is lost, and before one in twenty the link breaks for all; a
+    # stalled READ outlives the load's deadline, and its blocks go into quarantine.
     "corrupt:0.4,drop:0.04,delay:0.3,delay_s:0.1,duplicate:0.3,reorder:0.3,death:0.05,stall:0.2,stall_s:3,seed:11"
 )
 REASONS = {"checksum", "deadline", "peer_lost"}

@@ -44,13 +44,16 @@ class Harness:
     def add(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams = SamplingParams()) -> Running:  # noqa: B008
         return Running(request_id, list(prompt), len(prompt), sampling)
 
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
+
     def step(self, scheduled: Sequence[tuple[Running, int]]) -> None:
         """Computes so many further tokens of each request; a request that catches up gets its next token."""
         new, num_new_blocks, new_blocks, sampled = [], [], [], []
         for request, count in scheduled:
             end = request.num_computed + count
             wanted = -(-end // self._block_size) - len(request.blocks)
-            taken = [self._free.pop() for _ in range(max(0, wanted))]
+            taken = self.take(max(0, wanted))
             request.blocks += taken
             if not request.known:
                 tokens = int32(request.tokens)
