@@ -81,6 +81,8 @@ def _try(
     config, kv = state.config, state.kv
     if not _promote(state, request, now):
         return Verdict.SKIP, request.story.detail
+    if request.num_preemptions and _token_is_on_its_way(state, request):
+        return Verdict.SKIP, "a token of a step before its preemption is on its way"
     adapter = request.engine_request.lora
     if config.max_loras and adapter is not None and adapter not in adapters and len(adapters) >= config.max_loras:
         return Verdict.SKIP, f"max_loras {config.max_loras} reached"
@@ -150,6 +152,15 @@ def _try(
         adapters.add(adapter)
     _add_admitted_row(state, step, request, count, now)
     return Verdict.ADMITTED, ""
+
+
+def _token_is_on_its_way(state: SchedulerState, request: SchedulerRequest) -> bool:
+    """Resumed now, its worker would be told of all tokens but this one."""
+    step = state.in_flight.get(request.last_step)
+    if step is None:
+        return False
+    row = step.requests.index(request)
+    return step.sampled[row] > 0 and row not in step.discarded
 
 
 def _batch_is_uniform(state: SchedulerState, step: ScheduledStep) -> bool:

@@ -157,12 +157,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def depth(self) -> int:
         return 2 if self.config.async_scheduling else 1
 
-    @rule(times=st.integers(1, 5))
+    @rule(times=st.integers(1, 8))
     def steps(self, times: int) -> None:
-        """Each time plan, if there is room in flight, or apply the oldest result."""
+        """The usual course: each time plan, or apply the oldest result; sometimes a report comes in between."""
         for _ in range(times):
             self.step()
             self.core.check()
+            if self.transfers.due and self.rng.random() < 0.3:
+                self.transfers.write_something()
+                self.deliver(self.rng.randrange(8))
+                self.core.check()
 
     def step(self) -> None:
         if len(self.worker.plans) < self.depth and self.rng.random() < 0.8:
@@ -254,8 +258,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         idle = rounds = 0
         while self.core.live_request_ids() or self.transfers.due or self.worker.plans:
             progress = bool(self.transfers.due or self.worker.plans)
-            while self.transfers.due:
-                self.deliver(0)
+            if self.transfers.due:
+                self.transfers.write_something()
+                self.deliver(self.rng.randrange(8))
             if self.worker.plans:
                 self.apply_oldest()
             while len(self.worker.plans) < self.depth and self.core.has_runnable():
@@ -301,5 +306,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
