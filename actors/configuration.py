@@ -117,7 +117,9 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         Seconds, Meta(description="how long a shutdown waits for running requests", extra={"unit": "seconds"})
     ] = 10.0
-    threads: Annotated[int, Meta(ge=0, description="threads of the forward pass; 0: this machine's cores")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="threads of the forward pass; 0: this machine's cores, shared out by kvyard up")
+    ] = 0
     fault: Annotated[
         str | None,
         Meta(description="for tests: a fault to inject, such as 'corrupt:1' or 'drop:0.1,seed:7'", extra={"hidden": 1}),

@@ -15,8 +15,9 @@ import anyio
 from actors.configuration import EngineConfiguration
 from actors.engine import ANSWERS_END_S, EngineActors, context_limit, kv_capacity
 from actors.health import Watchdog
+from actors.kernel.life import first_error
 from actors.kernel.system import ActorSystem
-from actors.messages.errors import KvyardError
+from actors.messages.errors import ConfigurationError, KvyardError
 from actors.messages.model import ModelDescription
 from actors.worker_settings import EXIT_FAILED
 from api.engine import Engine
@@ -28,6 +29,18 @@ log = logging.getLogger(__name__)
 
 async def run_engine(configuration: EngineConfiguration, description: ModelDescription, kv_secret: bytes | None) -> int:
     """Serves until SIGTERM or SIGINT (drains, returns 0) or a failure (returns 70). Raises ConfigurationError."""
+    try:
+        return await _run_engine(configuration, description, kv_secret)
+    except BaseExceptionGroup as group:
+        # A port in use or a worker that cannot start ends the body of a task group, which wraps what the body raised.
+        if refused := group.subgroup(ConfigurationError):
+            raise first_error(refused) from None
+        raise
+
+
+async def _run_engine(
+    configuration: EngineConfiguration, description: ModelDescription, kv_secret: bytes | None
+) -> int:
     watchdog = Watchdog(int(kv_capacity(configuration, description) * configuration.max_quarantined_share))
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks, ActorSystem() as system:

@@ -29,12 +29,14 @@ def serve(**values: Any) -> None:
     from actors.messages.errors import ConfigurationError
     from api.engine_process import run_engine
     from runner.store.store import resolve
+    from tools.deployment.addresses import check_free
 
     die_with_parent()
     configuration = identified(configuration_from(EngineConfiguration, values))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         secret = deployment_secret(configuration)
+        check_free(configuration.host, configuration.port)  # now, not when the model is loaded
         description = resolve(configuration.model, progress=partial(click.echo, err=True))
         sys.exit(run(partial(run_engine, configuration, description, secret)))
     except ConfigurationError as error:

@@ -151,11 +151,11 @@ def body_of(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}", None, "malformed_json") from None
+        raise InvalidRequest(f"the body is no JSON: {error}", None, "invalid_json") from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deep", None, "malformed_json") from None
+        raise InvalidRequest("the body is nested too deep", None, "invalid_json") from None
     if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object", None, "malformed_json")
+        raise InvalidRequest("the body must be a JSON object", None, "invalid_json")
     return body
 
 

@@ -86,6 +86,8 @@ class Fleet:
         engines += [Engine(url.rstrip("/"), "decode") for url in decode]
         urls = [engine.url for engine in engines]
         for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url} is no engine's URL: write it as http://HOST:PORT")
             if urls.count(url) > 1:
                 raise ValueError(f"{url} is given more than once: name each engine once, on one side")
         return cls(engines)

@@ -91,7 +91,7 @@ class LoadClient:
             if sample.failure is None or not sample.failure.startswith("HTTP 4"):
                 return size  # a failure of another kind is for the run to report
             refusal = sample.failure
-        raise ServerRefused(f"the server takes no prompt of token ids: {refusal}")
+        raise ServerRefused(f"the server refuses even a prompt of one token id: {refusal}")
 
 
 def completion_body(model: str, prompt: list[int], output_len: int) -> dict[str, Any]:

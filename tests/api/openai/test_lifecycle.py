@@ -13,9 +13,11 @@ import anyio.to_thread
 import msgspec
 import pytest
 
+from actors.configuration import EngineConfiguration
 from actors.messages.admission import AbortRequest, ResponseClosed, SubmitRequest
 from actors.messages.errors import ConfigurationError, RefusalReason
 from actors.messages.model import ModelDescription
+from api.engine_process import run_engine
 from api.openai.app import make_app
 from api.serving import serve
 from tests.api.openai.scripted import MODEL, Script, ScriptedEngine, Server, closings, events, one_by_one, serving
@@ -243,6 +245,17 @@ async def test_a_port_in_use(description: ModelDescription) -> None:
             await serve(make_app(server.engine), "127.0.0.1", port)
         with pytest.raises(ConfigurationError, match="cannot listen on 192"):
             await serve(make_app(server.engine), "192.0.2.1", 0)
+
+
+async def test_an_engine_that_cannot_start_says_why_and_not_in_a_group(description: ModelDescription) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        configuration = EngineConfiguration(port=port, kv_memory=64 << 20, engine_id="engine")
+        with pytest.raises(ConfigurationError, match=f"port {port} on 127.0.0.1 is in use"):
+            await run_engine(configuration, description, None)
+    no_weights = msgspec.structs.replace(description, weights="/nowhere/model.gguf")
+    with pytest.raises(ConfigurationError, match=r"the worker process .* see the line above"):
+        await run_engine(msgspec.structs.replace(configuration, port=0), no_weights, None)
 
 
 async def test_the_client_of_a_stream_gets_headers_with_the_first_token(

@@ -130,6 +130,11 @@ def test_an_engine_given_twice_is_refused() -> None:
         Fleet.of(["http://a"], ["http://a/"])
 
 
+def test_an_address_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="localhost:8001 is no engine's URL: write it as http://HOST:PORT"):
+        Fleet.of(["http://a"], ["localhost:8001"])
+
+
 def test_the_second_silent_probe_in_a_row_means_lost() -> None:
     fleet = fleet_of(1, 1)
     assert not fleet.silent(url("prefill-0"), "no answer")
