@@ -104,7 +104,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         while len(self._in_flight) < self._depth and self._core.has_runnable():
             plan = self._core.schedule(now)
             if not plan.request_ids:
-                break
+                continue  # it may have preempted only: then it can plan again, else nothing is runnable any more
             self._in_flight[plan.step] = (plan, now)
             self._watchdog.step_dispatched(plan.step, plan.num_tokens, now)
             await self._executor.tell(plan)
