@@ -8,6 +8,8 @@ ARGS ?=
 
 # The stamp is newer than what it was made from, so a changed requirement installs again and an unchanged one costs nothing.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v < (3, 11) and sys.exit("kvyard needs Python 3.11 or newer, $(PYTHON) is %d.%d: name another, as in make $(MAKECMDGOALS) PYTHON=python3.12" % v)'
+	@echo "Installing into $(VENV)/, 1.6 GB: some minutes, and pip says nothing meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -49,3 +49,18 @@ def test_help_names_every_command_and_an_unknown_one_is_refused() -> None:
     refused = CliRunner().invoke(main, ["serv"])
     assert refused.exit_code == 2
     assert "No such command 'serv'" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--role", "decode"], "needs --kv-secret-file: make one with `openssl rand -hex 32`"),
+        (["--role", "prefill", "--host", "0.0.0.0"], "--host 0.0.0.0 is no address at which another engine finds this"),
+    ],
+)
+def test_serve_says_what_a_role_cannot_do_without(flags: list[str], says: str) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "tools.cli", "serve", *flags], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert says in refused.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, comma
                 cores=len(os.sched_getaffinity(0)),
                 command=command,
             )
+            engines = ", ".join(member.name for member in deployment.engines)
+            _to_stderr(f"kvyard up: starting {engines} and the router; loading {engine.model}\n".encode())
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
                 inquiry = Inquiry(session, engine.api_key)
 
@@ -63,7 +66,7 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, comma
 async def _fetch_model(argv: Sequence[str], signals: AsyncIterator[object]) -> int | None:
     """Once, before the engines would do it side by side. None: it is there; else the exit code of `up`."""
     exit_code: int | None = 0  # of `up`, when a signal comes first
-    async with await spawn(argv) as fetching, anyio.create_task_group() as tasks:
+    async with await spawn(argv, stdout=subprocess.DEVNULL) as fetching, anyio.create_task_group() as tasks:
 
         async def stop() -> None:
             await anext(signals)
