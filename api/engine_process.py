@@ -42,11 +42,19 @@ async def _run_engine(
     configuration: EngineConfiguration, description: ModelDescription, kv_secret: bytes | None
 ) -> int:
     watchdog = Watchdog(int(kv_capacity(configuration, description) * configuration.max_quarantined_share))
+    told_to_end, starting = anyio.Event(), anyio.CancelScope()
+    actors: EngineActors | None = None
+    failure: str | None = None
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks, ActorSystem() as system:
             max_model_len = context_limit(configuration, description)
             engine = Engine(configuration, description, max_model_len, kv_secret, watchdog, system.health)
-            actors = await EngineActors.start(configuration, description, system, tasks, engine.metrics, watchdog)
+            tasks.start_soon(_hear, signals, told_to_end, starting)
+            with starting:
+                actors = await EngineActors.start(configuration, description, system, tasks, engine.metrics, watchdog)
+            if actors is None:
+                tasks.cancel_scope.cancel()
+                return 0
             try:
                 engine.admission, engine.transport = actors.admission, actors.transport
                 engine.worker_pids = [actors.worker.pid]
@@ -55,7 +63,7 @@ async def _run_engine(
                 )
                 engine.ready = True
                 log.info("engine_ready %s port=%d transport=%s", _identity(configuration), port, actors.transport)
-                failure = await _until_end(signals, actors)
+                failure = await _until_end(told_to_end, actors)
                 engine.ready = False
                 if failure is None:
                     await _drain(actors, configuration)
@@ -69,23 +77,30 @@ async def _run_engine(
     return 0 if failure is None else EXIT_FAILED
 
 
-async def _until_end(signals: AsyncIterable[signal.Signals], actors: EngineActors) -> str | None:
+async def _hear(signals: AsyncIterable[signal.Signals], told_to_end: anyio.Event, starting: anyio.CancelScope) -> None:
+    """A signal while the weights are loaded ends that too."""
+    async for _ in signals:
+        told_to_end.set()
+        starting.cancel()
+
+
+async def _until_end(told_to_end: anyio.Event, actors: EngineActors) -> str | None:
     """What ended the engine: None for a signal, else the failure in words."""
-    outcome: list[str | None] = []
+    failure: str | None = None
     async with anyio.create_task_group() as waiting:
 
         async def on_signal() -> None:
-            async for _ in signals:
-                outcome.append(None)
-                waiting.cancel_scope.cancel()
+            await told_to_end.wait()
+            waiting.cancel_scope.cancel()
 
         async def on_failure() -> None:
-            outcome.append(await actors.until_failure())
+            nonlocal failure
+            failure = await actors.until_failure()
             waiting.cancel_scope.cancel()
 
         waiting.start_soon(on_signal)
         waiting.start_soon(on_failure)
-    return outcome[0]
+    return failure
 
 
 async def _drain(actors: EngineActors, configuration: EngineConfiguration) -> None:
