@@ -21,7 +21,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = web.RequestKey("request_id", str)
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_ids(new_id: Callable[[], str]) -> Middleware:
@@ -30,7 +30,7 @@ def request_ids(new_id: Callable[[], str]) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         theirs = request.headers.get("X-Request-ID", "")
-        request[REQUEST_ID] = theirs if _SANE_ID.fullmatch(theirs) else new_id()
+        request[REQUEST_ID] = theirs if SANE_ID.fullmatch(theirs) else new_id()
         return await handler(request)
 
     return middleware

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from api.deadlines import Timeout
 from api.errors import InvalidRequest
 from api.openai.fields import CHAT_FIELDS, COMPLETIONS_FIELDS, supported_part
 
@@ -42,7 +43,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
+    timeout: Timeout | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
     kv_transfer_params: dict[str, Any] | None = None

@@ -17,12 +17,13 @@ from msgspec import UNSET, UnsetType
 
 from actors.messages.errors import RefusalReason, RequestRefused
 from actors.messages.lease import Ticket
+from api.deadlines import TIMEOUT_HEADER, deadline_exceeded, read_body
 from api.engine_handle import EngineHandle, served_model
 from api.middleware import REQUEST_ID, client_view, json_response
 from api.openai.bodies import chat_body, completions_body
 from api.openai.event_stream import EventStream, abort_connection
-from api.openai.generation import Generation, deadline_exceeded, submitted
-from api.openai.preparation import TIMEOUT_HEADER, Parse, Preparation, Prepared
+from api.openai.generation import Generation, submitted
+from api.openai.preparation import Parse, Preparation, Prepared
 from api.openai.responses import Shape, Usage
 from api.openai.tokenizing import Tokenizer
 from connectors.ticket import seal
@@ -68,9 +69,9 @@ class Completions:
 
     async def _prepare(self, request: web.Request, parse: Parse, request_id: str, arrival: float) -> Prepared:
         header = request.headers.get(TIMEOUT_HEADER)
-        # What the body says of its deadline is not known until it is here.
-        with anyio.move_on_after(self._engine.configuration.request_timeout):
-            raw = await request.read()
+        longest = self._engine.configuration.request_timeout
+        with anyio.move_on_after(longest):
+            raw = await read_body(request, longest)
             return await self._preparation.prepare(raw, parse, request_id, arrival, header)
         raise deadline_exceeded()
 

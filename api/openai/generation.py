@@ -18,6 +18,7 @@ from actors.messages.errors import ActorGone, AskTimeout, RefusalReason, Request
 from actors.messages.lease import Ticket
 from actors.messages.request import FinishReason, RequestOutput
 from actors.output_stream import OutputStream
+from api.deadlines import deadline_exceeded
 from api.engine_handle import EngineHandle
 from api.openai.detokenizer import Detokenizer
 from api.openai.preparation import Prepared
@@ -162,7 +163,3 @@ async def _close(engine: EngineHandle, request_id: str, generation: Generation |
         if abort_reason is not None:
             await engine.admission.tell(AbortRequest(request_id, abort_reason))
         await engine.admission.tell(ResponseClosed(request_id, outcome))
-
-
-def deadline_exceeded() -> RequestRefused:
-    return RequestRefused(RefusalReason.DEADLINE_EXCEEDED, "the deadline passed before the answer was whole")

@@ -6,7 +6,6 @@ Invariant: whoever unseals a ticket owes its release; a request that is refused 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from actors.messages.errors import RefusalReason
 from actors.messages.request import EngineRequest, SamplingParams
 from actors.messages.transfer import ReleaseTicket
+from api.deadlines import header_seconds, shortest
 from api.engine_handle import EngineHandle, served_model
 from api.errors import ApiError, InvalidRequest
 from api.openai.bodies import ChatBody, CompletionsBody, GenerationBody, StreamOptions, json_object
@@ -24,8 +24,6 @@ from api.openai.messages import template_messages
 from api.openai.tokenizing import TextTooLong, Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
-TIMEOUT_HEADER = "X-Request-Timeout"
-LONGEST_TIMEOUT = 30 * 86400.0  # seconds; timers of an event loop take no number at all
 RELEASE_SECONDS = 5.0  # for the message that lets a ticket go while a handler is being cancelled
 
 Parse = Callable[[dict[str, Any]], ChatBody | CompletionsBody]
@@ -38,19 +36,6 @@ class Prepared(msgspec.Struct, frozen=True):
     stream: bool
     include_usage: bool
     continuous_usage: bool
-
-
-def header_seconds(header: str | None) -> float | None:
-    """What X-Request-Timeout leaves to this hop. Raises InvalidRequest."""
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", TIMEOUT_HEADER)
-    return seconds
 
 
 class Preparation:
@@ -91,7 +76,7 @@ class Preparation:
             raise InvalidRequest("'priority' needs an engine that runs with --policy priority", "priority")
         if handover.do_remote_decode and body.stream:
             raise InvalidRequest("'stream' must be false with do_remote_decode", "stream")
-        timeout = self._timeout(body, header_timeout)
+        timeout = shortest(body.timeout, header_seconds(header_timeout), engine.configuration.request_timeout)
         prompt = await self._prompt(body)
         max_tokens = self._max_tokens(body, len(prompt))
         min_tokens = body.min_tokens or 0
@@ -127,11 +112,6 @@ class Preparation:
             include_usage=bool(options.include_usage),
             continuous_usage=bool(options.continuous_usage_stats),
         )
-
-    def _timeout(self, body: GenerationBody, header: str | None) -> float:
-        """Seconds from arrival to the deadline."""
-        asked = [seconds for seconds in (body.timeout, header_seconds(header)) if seconds is not None]
-        return min([*asked, LONGEST_TIMEOUT]) if asked else self._engine.configuration.request_timeout
 
     async def _prompt(self, body: ChatBody | CompletionsBody) -> tuple[int, ...]:
         limit = self._engine.max_model_len

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from actors.messages.admission import BlocksReport, ReportBlocks, RequestStory, StoryOf
+from api.deadlines import read_body
 from api.engine_handle import EngineHandle, served_model
 from api.errors import ApiError
 from api.middleware import json_response
@@ -47,7 +48,7 @@ class Reports:
         }
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = tokenize_body(json_object(await request.read()))
+        body = tokenize_body(json_object(await read_body(request, self._engine.configuration.request_timeout)))
         if body.model is not None:
             check_model(self._engine, body.model)
         if body.messages is not None:

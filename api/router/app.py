@@ -6,9 +6,9 @@ every request has one deadline.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import anyio
 import msgspec
@@ -17,8 +17,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from actors.configuration import RouterConfiguration
 from actors.messages.errors import RefusalReason
+from api.deadlines import TIMEOUT_HEADER, Timeout, header_seconds, read_body, shortest
 from api.errors import ApiError, InvalidRequest
-from api.middleware import REQUEST_ID, add_request_id, openai_errors, request_ids, require_key
+from api.middleware import REQUEST_ID, SANE_ID, add_request_id, openai_errors, request_ids, require_key
+from api.openai.bodies import convert, json_object
 from api.router.fleet import Engine, Fleet
 from api.router.forward import Forwarder, Job, passed_on
 from api.router.metrics import RouterMetrics
@@ -64,25 +66,29 @@ class RouterApp:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         self._refuse_when_draining()
-        body = body_of(await request.read())
+        arrival = self._clock()
+        header, default = request.headers.get(TIMEOUT_HEADER), self._configuration.request_timeout
+        body = json_object(await read_body(request, shortest(None, header_seconds(header), default)))
         if body.get("kv_transfer_params") is not None:
             raise InvalidRequest(
                 "kv_transfer_params is between the router and its engines: leave it out", "kv_transfer_params"
             )
         body.pop("kv_transfer_params", None)
-        seconds = timeout_of(body, request.headers.get("X-Request-Timeout"), self._configuration.request_timeout)
-        job = Job(request[REQUEST_ID], request.path, body, self._clock() + seconds)
+        seconds = timeout_of(body, header, default)
+        job = Job(request[REQUEST_ID], request.path, body, arrival + seconds)
         return await self._forwarder.forward(request, job)
 
     async def ask_any(self, request: web.Request) -> web.StreamResponse:
         """The first engine that answers; it is the same model everywhere."""
         self._refuse_when_draining()
-        body = await request.read() if request.method == "POST" else None
+        body = await read_body(request, self._configuration.request_timeout) if request.method == "POST" else None
+        # The id as one part of a path: a slash or a dot in it leads nowhere else.
+        path = f"/v1/models/{quote(model, safe='')}" if (model := request.match_info.get("model")) else request.path
         headers = {"X-Request-ID": request[REQUEST_ID]}
         for engine in self._healthy():
             with anyio.move_on_after(ENGINE_SECONDS):
                 try:
-                    url = engine.url + request.path
+                    url = engine.url + path
                     answer = await self._upstream.request(request.method, url, body=body, headers=headers)
                     try:
                         content = await read_all(answer)
@@ -123,7 +129,8 @@ class RouterApp:
 
     async def story(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]
-        answers = await self._of_all(f"/debug/requests/{request_id}")
+        # What is no id would make another path at the engines.
+        answers = await self._of_all(f"/debug/requests/{request_id}") if SANE_ID.fullmatch(request_id) else {}
         known = {engine_id: json_of(200, body) for engine_id, (status, body) in answers.items() if status == 200}
         if not known:
             raise ApiError(404, f"no engine knows a request {request_id}", code="unknown_request")
@@ -146,35 +153,13 @@ class RouterApp:
         return found
 
 
-def body_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object that a client sent. Raises InvalidRequest."""
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}", None, "invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deep", None, "invalid_json") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object", None, "invalid_json")
-    return body
+class Timed(msgspec.Struct, frozen=True):
+    timeout: Timeout | None = None
 
 
 def timeout_of(body: dict[str, Any], header: str | None, default: float) -> float:
-    """Seconds. The shorter of field and header, when both are given."""
-    given = []
-    if (field := body.get("timeout")) is not None:
-        if isinstance(field, bool) or not isinstance(field, int | float) or not 0 < field < math.inf:
-            raise InvalidRequest("timeout must be a number of seconds above 0", "timeout")
-        given.append(float(field))
-    if header is not None:
-        try:
-            seconds = float(header)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds < math.inf:
-            raise InvalidRequest("X-Request-Timeout must be a number of seconds above 0", "X-Request-Timeout")
-        given.append(seconds)
-    return min(given, default=default)
+    """Seconds. The shorter of field and header, when both are given. Raises InvalidRequest as an engine would."""
+    return shortest(convert({"timeout": body.get("timeout")}, Timed).timeout, header_seconds(header), default)
 
 
 def json_of(status: int, body: bytes) -> Any:

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from actors.messages.errors import RefusalReason, RequestRefused
+from api.deadlines import TIMEOUT_HEADER
 from api.errors import ApiError, of_refusal
 from api.middleware import error_response
 from api.router.fleet import Fleet
@@ -108,7 +109,9 @@ class Forwarder:
             body = {**body, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
         elif ask.ticket is not None:
             body = {**body, "kv_transfer_params": ask.ticket}
-        headers = {"X-Request-ID": job.request_id, "X-Request-Timeout": f"{ask.seconds:.3f}"}
+        # Never "0.000": that the time is over is no fault of the client's header.
+        seconds = f"{max(ask.seconds, 0.001):.3f}"
+        headers = {"X-Request-ID": job.request_id, TIMEOUT_HEADER: seconds}
         encoded = msgspec.json.encode(body)
         return await self._upstream.request("POST", ask.engine.url + job.path, body=encoded, headers=headers)
 

@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import anyio
 import pytest
+from yarl import URL
 
-from tests.api.router.fakes import FakeEngine, deployment
+from tests.api.router.fakes import KEY, FakeEngine, Router, deployment
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,27 +27,82 @@ def pair() -> list[FakeEngine]:
 
 
 @pytest.mark.parametrize(
-    ("body", "headers", "param", "words"),
+    ("body", "headers", "code", "param", "words"),
+    # Codes and words are those of an engine: tests/api/openai/test_bad_input.py has the same.
     [
-        (b'{"kv_transfer_params": {"ticket": "forged"}}', {}, "kv_transfer_params", "leave it out"),
-        (b'{"prompt": ', {}, None, "no JSON"),
-        (b'{"prompt": "\xff"}', {}, None, "no JSON"),
-        (b"[1]", {}, None, "JSON object"),
-        (b"[" * 100_000, {}, None, "nested too deep"),
-        (b'{"timeout": "soon"}', {}, "timeout", "above 0"),
-        (b'{"timeout": 0}', {}, "timeout", "above 0"),
-        (b'{"timeout": true}', {}, "timeout", "above 0"),
-        (b"{}", {"X-Request-Timeout": "-1"}, "X-Request-Timeout", "above 0"),
-        (b"{}", {"X-Request-Timeout": "nan"}, "X-Request-Timeout", "above 0"),
+        (b'{"kv_transfer_params": {"ticket": "forged"}}', {}, "invalid_value", "kv_transfer_params", "leave it out"),
+        (b'{"prompt": ', {}, "invalid_json", None, "not JSON"),
+        (b'{"prompt": "\xff"}', {}, "invalid_json", None, "not JSON in UTF-8"),
+        (b"[1]", {}, "invalid_json", None, "JSON object"),
+        (b"[" * 100_000, {}, "invalid_json", None, "nested too deep"),
+        (b'{"timeout": "soon"}', {}, "invalid_type", "timeout", "got `str`"),
+        (b'{"timeout": 0}', {}, "invalid_value", "timeout", "> 0"),
+        (b'{"timeout": true}', {}, "invalid_type", "timeout", "got `bool`"),
+        (b"{}", {"X-Request-Timeout": "-1"}, "invalid_value", "X-Request-Timeout", "above 0"),
+        (b"{}", {"X-Request-Timeout": "nan"}, "invalid_value", "X-Request-Timeout", "above 0"),
     ],
 )
-async def test_what_the_router_refuses_itself(body: bytes, headers: dict[str, str], param: Any, words: str) -> None:
+async def test_what_the_router_refuses_itself(
+    body: bytes, headers: dict[str, str], code: str, param: Any, words: str
+) -> None:
     engines = pair()
     async with deployment(*engines) as router, router.post(json=None, data=body, headers=headers) as answer:
         error = (await answer.json())["error"]
-        assert (answer.status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+        assert (answer.status, error["code"], error["param"]) == (400, code, param)
+        assert error["type"] == "invalid_request_error"
         assert words in error["message"]
     assert [engine.requests for engine in engines] == [[], []]
+
+
+async def stalled_body(router: Router, path: str, header: str = "") -> bytes:
+    """The answer to a request whose body never comes whole."""
+    async with await anyio.connect_tcp("127.0.0.1", urlsplit(router.url).port or 0) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n{header}Content-Length: 99\r\n\r\n"
+        await connection.send(head.encode() + b'{"prompt')
+        with anyio.fail_after(5):
+            return await connection.receive()
+
+
+async def test_a_body_that_does_not_come_ends_at_the_deadline() -> None:
+    async with deployment(*pair(), request_timeout=0.2) as router:
+        for path in ("/v1/completions", "/tokenize"):
+            answer = await stalled_body(router, path)
+            assert answer.startswith(b"HTTP/1.1 504 ")
+            assert b'"code":"deadline_exceeded"' in answer
+    async with deployment(*pair()) as router:
+        answer = await stalled_body(router, "/v1/completions", "X-Request-Timeout: 0.2\r\n")
+        assert answer.startswith(b"HTTP/1.1 504 ")
+
+
+async def test_the_body_s_time_counts() -> None:
+    """The deadline is counted from the request's arrival, also when its body dawdles."""
+    engines = pair()
+    async with deployment(*engines) as router:
+
+        async def dawdles() -> AsyncIterator[bytes]:
+            yield b'{"prompt": "x", '
+            await anyio.sleep(0.5)
+            yield b'"timeout": 100}'
+
+        async with router.post(json=None, data=dawdles()) as answer:
+            assert answer.status == 200
+        headers, _ = engines[1].requests[0]
+        assert float(headers["X-Request-Timeout"]) <= 99.5
+
+
+async def test_time_that_is_nearly_over_is_no_wrong_header() -> None:
+    """A remaining 1e-9 s is told to the engine as a time above 0, or it would call the header wrong."""
+    engines = pair()
+    async with deployment(*engines) as router, router.post(json={"timeout": 1e-9}) as answer:
+        assert answer.status in (200, 504)
+    assert all(float(headers["X-Request-Timeout"]) > 0 for engine in engines for headers, _ in engine.requests)
+
+
+async def test_an_id_leads_to_no_other_route_of_an_engine() -> None:
+    async with deployment(*pair()) as router:
+        for path in ("/debug/requests/..%2f..%2fdebug%2fblocks", "/v1/models/..%2f..%2fdebug%2fblocks"):
+            async with router.session.get(URL(router.url + path, encoded=True)) as answer:
+                assert answer.status == 404, await answer.text()
 
 
 async def test_a_null_kv_transfer_params_is_no_field_at_all() -> None:
