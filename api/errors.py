@@ -13,6 +13,8 @@ import msgspec
 
 from actors.messages.errors import ActorGone, AskTimeout, KvyardError, MailboxFull, RefusalReason, RequestRefused
 
+LONGEST_MESSAGE, LONGEST_PARAM = 1000, 200  # characters: errors quote the client, who may have sent megabytes
+
 
 class ApiError(Exception):
     """A request that ends with `status`. `param` names the field at fault; `headers` go out with the answer."""
@@ -26,8 +28,10 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers or {}
-        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers or {}
+        self.message = shortened(message, LONGEST_MESSAGE)
+        self.param = None if param is None else shortened(param, LONGEST_PARAM)
+        super().__init__(self.message)
 
     @property
     def type(self) -> str:
@@ -45,6 +49,12 @@ class InvalidRequest(ApiError):
 
     def __init__(self, message: str, param: str | None, code: str = "invalid_value") -> None:
         super().__init__(400, message, code=code, param=param)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Its beginning and its end: what it quotes is in the middle."""
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]} … {text[-half:]}"
 
 
 def error_type(status: int) -> str:

@@ -292,3 +292,17 @@ async def test_hand_overs_need_a_secret_and_the_right_role(description: ModelDes
         assert "role decode" in (await refused(server, prefill, 400))["message"]
     async with serving(description, role="prefill") as server:
         assert "role prefill" in (await refused(server, decode, 400))["message"]
+
+
+async def test_an_error_quotes_no_more_than_a_little(description: ModelDescription) -> None:
+    """A model, a role and a field of a megabyte each: the answer names the field and stays small."""
+    long = "m" * 1_000_000
+    async with serving(description) as server:
+        for (path, body), param in (
+            (chat(model=long), "model"),
+            (message(role=long, content="x"), "messages[1].role"),
+            (chat(**{long: 1}), "m" * 98 + " … " + "m" * 98),
+        ):
+            _, answer = await server.post(path, body)
+            assert answer["error"]["param"] == param
+            assert len(answer["error"]["message"]) <= 1000
