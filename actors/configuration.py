@@ -18,6 +18,7 @@ Policy = Literal["fcfs", "priority"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 Count = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -54,7 +55,7 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str, Meta(description="model: an id the model store knows, a .gguf file, or a Hugging Face folder")
     ] = "smollm2-135m-instruct"
-    served_model_name: Annotated[str | None, Meta(description="the id that clients use; default: the model's own")] = (
+    served_model_name: Annotated[Text | None, Meta(description="the id that clients use; default: the model's own")] = (
         None
     )
     role: Annotated[Role, Meta(description="what this engine does of a request")] = "both"
@@ -63,7 +64,8 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: Annotated[str | None, Meta(description="unique name in the deployment; default: role and port")] = None
     epoch: Annotated[int, Meta(ge=0, description="rises with each restart of an engine id; 0: made from the clock")] = 0
     api_key: Annotated[
-        str | None, Meta(description="key that clients must send; also KVYARD_API_KEY", extra={"env": "KVYARD_API_KEY"})
+        Text | None,
+        Meta(description="key that clients must send; also KVYARD_API_KEY", extra={"env": "KVYARD_API_KEY"}),
     ] = None
     kv_secret_file: Annotated[
         str | None,
@@ -134,7 +136,7 @@ class RouterConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="HTTP port")] = 8000
     api_key: Annotated[
-        str | None,
+        Text | None,
         Meta(
             description="key that clients must send, and engines get; also KVYARD_API_KEY",
             extra={"env": "KVYARD_API_KEY"},

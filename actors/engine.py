@@ -115,7 +115,9 @@ class EngineActors:
 
 
 def context_limit(configuration: EngineConfiguration, description: ModelDescription) -> int:
-    """Tokens. Raises ConfigurationError when more is asked than the model was made for."""
+    """Tokens. Raises ConfigurationError for more than the model was made for, or too few for any answer."""
+    if configuration.max_model_len == 1:
+        raise ConfigurationError("--max-model-len 1 holds no prompt with an answer: at least 2 tokens are needed")
     if configuration.max_model_len > description.context_length:
         raise ConfigurationError(
             f"--max-model-len {configuration.max_model_len} is more than the model's context of "

@@ -80,6 +80,9 @@ def test_the_key_comes_from_the_environment_and_a_flag_wins() -> None:
     [
         (["--block-size", "0"], "Error: --block-size: expected `int` >= 1\n"),
         (["--port", "70000"], "Error: --port: expected `int` <= 65535\n"),
+        # An unset variable of a shell must not open everything.
+        (["--api-key", ""], "Error: --api-key: expected `str` of length >= 1\n"),
+        (["--served-model-name="], "Error: --served-model-name: expected `str` of length >= 1\n"),
         (["--watermark", "1"], "Error: --watermark: expected `float` < 1.0\n"),
     ],
 )
