@@ -24,7 +24,7 @@ lint: $(VENV)/.installed
 
 test: lint
 	$(BIN)/kvyard fetch-model
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --durations=25 $(ARGS)
 
 soak: $(VENV)/.installed
 	$(BIN)/kvyard fetch-model
