@@ -45,7 +45,8 @@ class Engine:
     def epoch(self) -> int | None:
         return None if self.report is None else self.report.epoch
 
-    def listing(self) -> EngineListing:
+    def listing(self, unpaired: str) -> EngineListing:
+        """`unpaired`: why a healthy engine has nobody to hand over to."""
         report = self.report
         return EngineListing(
             engine_id=self.engine_id,
@@ -55,7 +56,7 @@ class Engine:
             worker_pids=() if report is None else report.worker_pids,
             epoch=self.epoch,
             healthy=self.healthy,
-            reason=self.reason,
+            reason=self.reason or unpaired,
         )
 
 
@@ -144,6 +145,21 @@ class Fleet:
         refusal = self._refusals.get((decode.url, prefill.engine_id))
         return refusal is None or refusal.prefill_epoch not in (None, prefill.epoch)
 
+    def unpaired(self, prefill: Engine) -> str:
+        """Why no healthy decode engine can read this prefill engine's blocks; "" when one can, or none is there."""
+        decodes = [e for e in self.engines if e.side == "decode" and e.healthy and e.role != "both"]
+        if prefill.side != "prefill" or not prefill.healthy or any(self.reads(e, prefill) for e in decodes):
+            return ""
+        return "; ".join(f"not paired with {e.engine_id}: {self._why_incompatible(prefill, e)}" for e in decodes)
+
+    def _why_incompatible(self, prefill: Engine, decode: Engine) -> str:
+        refusal = self._refusals.get((decode.url, prefill.engine_id))
+        ours, theirs = (({} if e.report is None else e.report.kv_layout or {}) for e in (prefill, decode))
+        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if not differing:
+            return "its KV layout is not known" if refusal is None else refusal.reason
+        return ", ".join(f"{name} {ours.get(name)!r} here and {theirs.get(name)!r} there" for name in differing)
+
     def choose(self, tried: Collection[str] = ()) -> Choice | None:
         """The next pair without the engines whose URLs are in `tried`; None when no decode engine is left.
 
@@ -187,4 +203,4 @@ class Fleet:
         return any(engine.healthy and engine.side == "decode" for engine in self.engines)
 
     def listing(self) -> list[EngineListing]:
-        return [engine.listing() for engine in self.engines]
+        return [engine.listing(self.unpaired(engine)) for engine in self.engines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import anyio
@@ -11,6 +12,8 @@ from api.router.fleet import Fleet
 from api.router.report import EngineReport
 from api.router.upstream import Upstream, UpstreamFailed
 from api.router.waits import Waits
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_INTERVALS = 5  # an engine that is only busy answers within this many probe intervals
 
@@ -24,6 +27,7 @@ class Prober:
         self._fleet, self._upstream, self._waits = fleet, upstream, waits
         self._interval, self._clock = interval, clock
         self._probed = anyio.Event()
+        self._logged: dict[str, tuple[bool, str]] = {}  # URL → what the log said of it last
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
@@ -36,9 +40,20 @@ class Prober:
     async def _watch(self, url: str) -> None:
         while True:
             await self.probe(url)
+            self._log_changes()
             self._probed.set()
             self._probed = anyio.Event()
             await anyio.sleep(self._interval)
+
+    def _log_changes(self) -> None:
+        """One line for each engine that comes, goes, or loses its partners."""
+        for engine in self._fleet.listing():
+            state = (engine.healthy, engine.reason)
+            if self._logged.get(engine.url) != state:
+                self._logged[engine.url] = state
+                level = logging.INFO if engine.healthy and not engine.reason else logging.WARNING
+                name, healthy, reason = engine.engine_id, engine.healthy, engine.reason or "-"
+                log.log(level, "engine engine_id=%s healthy=%s reason=%s", name, healthy, reason)
 
     async def probe(self, url: str) -> None:
         timeout = TIMEOUT_INTERVALS * self._interval

@@ -93,6 +93,15 @@ def test_an_unhealthy_engine_s_own_reason_is_shown() -> None:
     assert fleet.listing()[1].reason == "a step runs for 9 s"
 
 
+def test_a_prefill_engine_that_nobody_can_read_says_so_with_both_values() -> None:
+    fleet = fleet_of(1, 1)
+    assert [engine.reason for engine in fleet.listing()] == ["", ""]
+    fleet.probed(url("prefill-0"), report("prefill-0", kv_layout={**LAYOUT, "dtype": "bfloat16"}), 1.0)
+    prefill = fleet.listing()[0]
+    assert prefill.healthy
+    assert prefill.reason == "not paired with decode-0: dtype 'bfloat16' here and 'float32' there"
+
+
 def test_engines_of_another_layout_are_no_pair() -> None:
     fleet = fleet_of(2, 1)
     fleet.probed(url("prefill-0"), report("prefill-0", kv_layout={**LAYOUT, "dtype": "bfloat16"}), 1.0)
