@@ -23,7 +23,7 @@ SEED = 20
 AT_ONCE = 8
 REFERENCES = ("prose-5", "prose-16", "prose-17", "prose-48", "random-7", "chat-1", "chat-2", "chat-3")
 VOCABULARY = range(17, 49152)
-MAX_TOKENS = 16
+MAX_TOKENS = 10
 PATIENCE_S = 60.0
 FLAGS = ("--dtype=float32", "--fault=slow:0.5,slow_s:0.4", "--lease=10", "--lease-renewal=2")
 
@@ -64,7 +64,7 @@ def visits(seed: int, count: int) -> Iterator[Visit]:
         leaves = "stays" if reference else LEAVES[number % len(LEAVES)]
         yield Visit(
             number=number,
-            prompt=prompt_of(reference) if reference else chance.choices(VOCABULARY, k=chance.randrange(1, 80)),
+            prompt=prompt_of(reference) if reference else chance.choices(VOCABULARY, k=chance.randrange(1, 50)),
             stream=leaves == "at an event" or chance.random() < 0.5,
             leaves=leaves,
             after_s=10 ** chance.uniform(-3, 0.3),

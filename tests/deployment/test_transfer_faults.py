@@ -126,31 +126,23 @@ def test_a_client_leaves_while_its_blocks_are_being_read(deployment: Deployment)
     ask(deployment.url, Question(prompt_of("prose-100"), max_tokens=8)).must_be(expected("prose-100", 8))
 
 
-def test_the_worker_of_prefill_is_killed(deployment: Deployment) -> None:
-    before = deployment.engine("prefill-0")
-    client = in_background(deployment.url, Question(prompt_of("prose-511"), max_tokens=4, request_id="worker-killed"))
-    deployment.wait_state("worker-killed", "prefill-0", "prefill")
-    deployment.signal("prefill-0", signal.SIGKILL, engine=False)
-    client.result().must_be(expected("prose-511", 4))
-    after = deployment.wait_restarted(before)
-    assert after["worker_pids"] != before["worker_pids"]
-    assert "it ended with exit code 70" in deployment.log()
-
-
-def test_decode_is_killed_while_it_loads_and_while_it_streams(deployment: Deployment) -> None:
-    before = deployment.engine("decode-0")
+def test_both_workers_are_killed_while_clients_load_and_stream(deployment: Deployment) -> None:
+    before = [deployment.engine(engine_id) for engine_id in ("prefill-0", "decode-0")]
     streaming = in_background(
         deployment.url, Question(prompt_of("prose-48"), max_tokens=64, stream=True, request_id="dying-stream")
     )
     deployment.wait_state("dying-stream", "decode-0", "decode")
     parked = in_background(deployment.url, Question(prompt_of("random-7"), request_id="dying-parked"))
     deployment.wait_state("dying-parked", "decode-0", PARKED)
-    deployment.signal("decode-0", signal.SIGKILL, engine=False)
+    for engine in before:
+        deployment.signal(engine["engine_id"], signal.SIGKILL, engine=False)
     # There is no other decode engine, and a stream that has begun cannot begin again elsewhere.
     streaming.result().must_be_right_or_an_error(expected("prose-48", 64))
-    parked.result().must_be_right_or_an_error(expected("random-7", 16))
-    assert parked.result().error is not None
-    deployment.wait_restarted(before)
+    parked.result().must_be_an_error("engine_unavailable", "")
+    for engine in before:
+        after = deployment.wait_restarted(engine)
+        assert after["worker_pids"] != engine["worker_pids"]
+        assert f"[{engine['engine_id']}] kvyard up: it ended with exit code 70" in deployment.log()
     ask(deployment.url, Question(prompt_of("prose-48"))).must_be(expected("prose-48", 16))
 
 
