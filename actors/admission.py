@@ -42,6 +42,17 @@ FINISHED_STORIES = 1024
 ASK_SECONDS = 5.0
 
 
+def check_capacity(num_prompt: int, max_tokens: int, block_size: int, capacity_blocks: int) -> None:
+    """Raises RequestRefused for a request that can never fit the pool. The last sampled token's KV is never written."""
+    needed = math.ceil((num_prompt + max_tokens - 1) / block_size)
+    if needed > capacity_blocks:
+        raise RequestRefused(
+            RefusalReason.EXCEEDS_KV_CAPACITY,
+            f"prompt and max_tokens need {needed} KV blocks; this engine has {capacity_blocks}: "
+            "shorten the prompt, lower max_tokens, or start the engine with more --kv-memory",
+        )
+
+
 class AdmissionLimits(msgspec.Struct, frozen=True):
     """What the AdmissionActor refuses. Tokens and blocks; `capacity_blocks` is the usable KV pool."""
 
@@ -150,14 +161,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
                 f"{num_prompt + request.max_tokens}; the context holds {limits.max_model_len}",
                 param="max_tokens",
             )
-        # The last sampled token's KV is never written.
-        needed = math.ceil((num_prompt + request.max_tokens - 1) / limits.block_size)
-        if needed > limits.capacity_blocks:
-            raise RequestRefused(
-                RefusalReason.EXCEEDS_KV_CAPACITY,
-                f"prompt and max_tokens need {needed} KV blocks; this engine has {limits.capacity_blocks}: "
-                "shorten the prompt, lower max_tokens, or start the engine with more --kv-memory",
-            )
+        check_capacity(num_prompt, request.max_tokens, limits.block_size, limits.capacity_blocks)
         if request.deadline <= self._clock():
             raise RequestRefused(RefusalReason.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
         # An empty queue takes any prompt, else one longer than the limit could never be served.

@@ -108,15 +108,16 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._in_flight[plan.step] = (plan, now)
             self._watchdog.step_dispatched(plan.step, plan.num_tokens, now)
             await self._executor.tell(plan)
-        self._watchdog.runnable(not self._in_flight and self._core.has_runnable(), now)
         await self._deliver()
         deadline = self._core.next_deadline()
         self._alarm.deadline = math.inf if deadline is None else deadline
-        self._publish_stats()
+        self._publish_stats(now)
 
     def _complete(self, result: StepResult, now: float) -> None:
-        plan, dispatched = self._in_flight.pop(result.step)
         self._core.apply(result, now)
+        if result.step not in self._in_flight:
+            return  # the core has counted it as late
+        plan, dispatched = self._in_flight.pop(result.step)
         self._watchdog.step_completed(result.step, now)
         self._observer.step_completed(plan.num_tokens, len(plan.request_ids), now - dispatched)
 
@@ -146,8 +147,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
             case BlocksSent() | BlocksQuiet() | LeaseGranted() | LeaseDenied():
                 pass
 
-    def _publish_stats(self) -> None:
+    def _publish_stats(self, now: float) -> None:
         stats = self._core.stats()
+        # Whoever waits while others hold blocks waits rightly; with all blocks free somebody should have been admitted.
+        nobody_holds = not (stats.blocks_held + stats.blocks_fenced + stats.blocks_leased + stats.blocks_quarantined)
+        should_run = stats.running > 0 or (stats.waiting > 0 and nobody_holds)
+        self._watchdog.runnable(should_run and not self._in_flight, now)
         if stats != self._stats:
             self._stats = stats
             self._watchdog.quarantined(stats.blocks_quarantined)

@@ -23,13 +23,15 @@ class Engine:
         configuration: EngineConfiguration,
         description: ModelDescription,
         max_model_len: int,
+        capacity_blocks: int,
         kv_secret: bytes | None,
         watchdog: Watchdog,
         silences: Callable[[], dict[str, float]],
     ) -> None:
         """`silences`: actor name → seconds since it last answered a ping."""
         assert configuration.engine_id is not None
-        self.configuration, self.description, self.max_model_len = configuration, description, max_model_len
+        self.configuration, self.description = configuration, description
+        self.max_model_len, self.capacity_blocks = max_model_len, capacity_blocks
         self.engine_id, self.epoch = configuration.engine_id, configuration.epoch
         self.kv_secret = kv_secret
         self.metrics = EngineMetrics(self.engine_id)

@@ -35,6 +35,10 @@ class EngineHandle(Protocol):
     @property
     def max_model_len(self) -> int: ...
     @property
+    def capacity_blocks(self) -> int:
+        """Usable blocks of the KV pool."""
+
+    @property
     def engine_id(self) -> str: ...
     @property
     def epoch(self) -> int: ...

@@ -41,14 +41,15 @@ async def run_engine(configuration: EngineConfiguration, description: ModelDescr
 async def _run_engine(
     configuration: EngineConfiguration, description: ModelDescription, kv_secret: bytes | None
 ) -> int:
-    watchdog = Watchdog(int(kv_capacity(configuration, description) * configuration.max_quarantined_share))
+    capacity = kv_capacity(configuration, description)
+    watchdog = Watchdog(int(capacity * configuration.max_quarantined_share))
     told_to_end, starting = anyio.Event(), anyio.CancelScope()
     actors: EngineActors | None = None
     failure: str | None = None
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks, ActorSystem() as system:
             max_model_len = context_limit(configuration, description)
-            engine = Engine(configuration, description, max_model_len, kv_secret, watchdog, system.health)
+            engine = Engine(configuration, description, max_model_len, capacity, kv_secret, watchdog, system.health)
             tasks.start_soon(_hear, signals, told_to_end, starting)
             with starting:
                 actors = await EngineActors.start(configuration, description, system, tasks, engine.metrics, watchdog)

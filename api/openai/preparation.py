@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from actors.admission import check_capacity
 from actors.messages.errors import RefusalReason
 from actors.messages.request import EngineRequest, SamplingParams
 from actors.messages.transfer import ReleaseTicket
@@ -87,6 +88,7 @@ class Preparation:
         if handover.ticket is not None:
             check_ticket(handover.ticket, prompt)
         if handover.do_remote_decode:
+            check_capacity(len(prompt), max_tokens, engine.configuration.block_size, engine.capacity_blocks)
             # One token proves that the prompt is computed; it is dropped. How the text ends is decode's business.
             max_tokens, min_tokens = 1, 0
         request = EngineRequest(
@@ -142,7 +144,7 @@ class Preparation:
         if num_prompt >= limit:
             asked, field = asked or 1, "messages" if chat else "prompt"
         if asked is None:
-            asked = limit - num_prompt if chat else DEFAULT_COMPLETION_TOKENS
+            asked = self._rest_of_the_context(num_prompt) if chat else DEFAULT_COMPLETION_TOKENS
         if num_prompt + asked > limit:
             raise _beyond_context(
                 f"the context holds {limit} tokens, but the prompt has {num_prompt} and up to {asked} are asked for: "
@@ -150,6 +152,12 @@ class Preparation:
                 field,
             )
         return asked
+
+    def _rest_of_the_context(self, num_prompt: int) -> int:
+        """Tokens; no more than a pool smaller than the context can hold beside the prompt."""
+        engine = self._engine
+        in_the_pool = engine.capacity_blocks * engine.configuration.block_size + 1 - num_prompt
+        return min(engine.max_model_len - num_prompt, max(in_the_pool, 1))
 
     def _sampling(self, body: GenerationBody) -> SamplingParams:
         temperature = 1.0 if body.temperature is None else body.temperature

@@ -67,12 +67,13 @@ class Sampler(Actor[StepPlan]):
 
 class Loop:
     def __init__(self) -> None:
-        self.metrics = EngineMetrics("test")
+        self.metrics, self.watchdog = EngineMetrics("test"), Watchdog(100)
+        self.core = SchedulerCore(CONFIGURATION)
         self.actor = SchedulerActor(
-            SchedulerCore(CONFIGURATION),
+            self.core,
             clock=time.monotonic,
             observer=self.metrics,
-            watchdog=Watchdog(100),
+            watchdog=self.watchdog,
             recompute_failed_loads=True,
         )
         self.address = self.actor.address
@@ -176,6 +177,36 @@ async def test_a_failed_step_ends_the_scheduler_and_so_the_engine() -> None:
         await system.wait_failed()
         assert isinstance(system.failure, ActorFailed)
         assert "out of memory" in str(system.failure)
+
+
+async def test_a_core_that_stands_still_with_work_makes_the_engine_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_loop() as (loop, _):
+        monkeypatch.setattr(loop.core, "has_runnable", lambda: False)
+        await loop.add("a")
+        await loop.address.ask(ReportBlocks(), 5)
+        verdict = loop.watchdog.verdict({}, time.monotonic() + 6)
+        assert verdict.reason.startswith("runnable requests have seen no plan for 6.")
+        await loop.address.tell(AbortRequest("a", "given up"))
+        await loop.address.ask(ReportBlocks(), 5)
+        await loop.finished("a")
+        assert loop.watchdog.verdict({}, time.monotonic() + 60).healthy
+
+
+async def test_parked_requests_do_not_make_an_engine_unhealthy() -> None:
+    async with a_loop() as (loop, _):
+        await loop.add("a", prompt=32, ticket=TICKET)
+        await loop.transfer.wait_for(2)
+        assert loop.watchdog.verdict({}, time.monotonic() + 60).healthy
+
+
+async def test_a_result_that_comes_twice_is_counted_and_ignored() -> None:
+    async with a_loop() as (loop, _):
+        await loop.add("a")
+        await loop.finished("a")
+        plan = loop.executor.plans[-1]
+        await loop.address.tell(StepResult(plan.step, plan.num_sampled, array("i", [7]).tobytes()))
+        await loop.add("b")
+        assert (await loop.finished("b"))[-1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("late", [BlocksLanded("ghost", 1), TransferFailed("ghost", 9, "deadline")])

@@ -158,6 +158,7 @@ class ScriptedEngine:
     metrics: EngineMetrics = field(default_factory=lambda: EngineMetrics(engine_id="decode-0"))
     verdict: Health = field(default_factory=lambda: Health(healthy=True))
     peers: dict[str, str] = field(default_factory=dict)
+    capacity_blocks: int = 1 << 20
     ids: Any = field(default_factory=lambda: itertools.count(1))
 
     def clock(self) -> float:

@@ -76,6 +76,24 @@ async def test_prefill_validates_as_decode_would(description: ModelDescription) 
         assert server.admission.messages == []
 
 
+async def test_prefill_refuses_what_decode_could_never_hold(description: ModelDescription) -> None:
+    async with serving(description, role="prefill") as server:
+        server.engine.capacity_blocks = 2  # of 16 tokens
+        body = {"model": MODEL, "prompt": list(PROMPT), "kv_transfer_params": REMOTE_DECODE, "max_tokens": 40}
+        status, answer = await server.post(TEXT, body)
+        assert (status, answer["error"]["code"]) == (400, "exceeds_kv_capacity")
+        assert server.admission.messages == []
+
+
+async def test_a_chat_without_max_tokens_asks_for_no_more_than_the_pool_holds(description: ModelDescription) -> None:
+    async with serving(description, role="both") as server:
+        server.engine.capacity_blocks = 10  # 160 tokens; the context has 8,192
+        messages = [{"role": "user", "content": "Hello"}]
+        await server.post(CHAT, {"model": MODEL, "messages": messages})
+        request = server.admission.request
+        assert len(request.prompt_token_ids) + request.max_tokens - 1 == 160
+
+
 async def test_prefill_that_could_keep_no_blocks(description: ModelDescription) -> None:
     async with serving(description, role="prefill") as server:
         server.admission.script = Script(((5000,),))
