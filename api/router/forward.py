@@ -39,19 +39,6 @@ class Job(msgspec.Struct, frozen=True):
     deadline: float
 
 
-class WholeEvents:
-    """Holds back the part of an SSE stream behind the last blank line, until its event is whole."""
-
-    def __init__(self) -> None:
-        self.rest = b""
-
-    def feed(self, chunk: bytes) -> bytes:
-        data = self.rest + chunk
-        end = max((data.rfind(blank) + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if blank in data), default=0)
-        self.rest = data[end:]
-        return data[:end]
-
-
 class Forwarder:
     def __init__(
         self, fleet: Fleet, upstream: Upstream, waits: Waits, metrics: RouterMetrics, clock: Callable[[], float]
@@ -122,7 +109,7 @@ class Forwarder:
 
     async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse, wait: Wait) -> web.StreamResponse:
         """Raises UpstreamFailed only before the first event."""
-        events = WholeEvents()
+        events = wait.events
         while not (ready := events.feed(chunk := await read_some(answer))):
             if not chunk:
                 raise UpstreamFailed("malformed", f"{answer.url} ended its stream without an event")
@@ -133,8 +120,8 @@ class Forwarder:
             while chunk := await read_some(answer):
                 if ready := events.feed(chunk):
                     await response.write(ready)
-            if events.rest:
-                await response.write(events.rest)
+            if not events.over:
+                raise UpstreamFailed("disconnected", f"{answer.url} ended its stream without a last event")
             await response.write_eof()
         except UpstreamFailed:
             wait.ended_by = "broken"
@@ -151,12 +138,13 @@ class Forwarder:
         }[wait.ended_by]
         response = wait.response
         assert response is not None
-        response[OUTCOME] = "stream_broken" if wait.ended_by == "broken" else reason.value
+        last = b""
+        if not wait.events.over:
+            response[OUTCOME] = "stream_broken" if wait.ended_by == "broken" else reason.value
+            last = b"data: " + ApiError(reason.http_status, text, code=reason.value).body() + b"\n\n"
         with anyio.move_on_after(LAST_WORDS_SECONDS):
             try:
-                error = ApiError(reason.http_status, text, code=reason.value)
-                await response.write(b"data: " + error.body() + b"\n\n")
-                await response.write_eof()
+                await response.write_eof(last)
             except ConnectionError:
                 response[OUTCOME] = "client_gone"
         return response

@@ -13,6 +13,8 @@ from types import TracebackType
 import anyio
 from aiohttp import web
 
+from api.router.events import WholeEvents
+
 
 class Wait:
     """`with` it: the body is cut short, and the error swallowed, when the wait ends before it."""
@@ -20,6 +22,7 @@ class Wait:
     def __init__(self, waits: Waits, url: str, deadline: float) -> None:
         self.url = url
         self.response: web.StreamResponse | None = None  # from the first byte on its way to the client on
+        self.events = WholeEvents()  # of its stream
         self.ended_by: str | None = None  # "lost" | "drained" | "broken"; None while it runs, or at its deadline
         self._waits = waits
         self._scope = anyio.CancelScope(deadline=deadline)

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from tests.api.router.fakes import (
     DONE,
+    Behaviour,
     FakeEngine,
     Router,
     answers,
@@ -221,6 +222,35 @@ async def test_the_deadline_before_the_first_byte_is_504() -> None:
         status, error, _ = await error_of(router, headers={"X-Request-Timeout": "0.3"})
     assert (status, error["code"]) == (504, "deadline_exceeded")
     assert decode.cancelled.is_set()
+
+
+@pytest.mark.parametrize("last", [DONE, b'data: {"error":{"message":"late","code":"deadline_exceeded"}}\n\n'])
+@pytest.mark.parametrize("then", [hangs, cuts_the_line])
+async def test_nothing_follows_the_last_event_of_an_engine(last: bytes, then: Behaviour) -> None:
+    [prefill], [decode] = engines()
+
+    async def speaks_to_the_end(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await (await stream_of(request)).write(event("a") + last)
+        return await then(request, body)
+
+    decode.behave = speaks_to_the_end
+    async with deployment(prefill, decode) as router:
+        assert await text_of(router, json={"stream": True, "timeout": 0.3}) == event("a") + last
+
+
+async def test_a_stream_that_ends_without_a_last_event_is_no_whole_answer() -> None:
+    [prefill], [decode] = engines()
+
+    async def falls_silent(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await stream_of(request)
+        await response.write(event("a"))
+        await response.write_eof()
+        return response
+
+    decode.behave = falls_silent
+    async with deployment(prefill, decode) as router:
+        got = await text_of(router)
+    assert got.startswith(event("a") + b'data: {"error":')
 
 
 async def test_the_deadline_inside_a_stream_is_an_error_event() -> None:
