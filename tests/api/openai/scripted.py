@@ -240,8 +240,12 @@ def ticket_for(prompt: tuple[int, ...], **changes: Any) -> Ticket:
     return msgspec.structs.replace(ticket, **changes)
 
 
-def closings(admission: ScriptedAdmission) -> list[tuple[str, ...]]:
-    """What was told of requests after their submission, without their ids."""
+async def closings(admission: ScriptedAdmission, count: int = 1) -> list[tuple[str, ...]]:
+    """What was told of requests after their submission, without their ids, once `count` of them are closed.
+
+    An answer's reader may be quicker than the last words of its handler.
+    """
+    await admission.wait_for(ResponseClosed, count)
     told = []
     for message in admission.messages:
         match message:

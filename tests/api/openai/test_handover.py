@@ -53,7 +53,7 @@ async def test_prefill(description: ModelDescription) -> None:
         assert unseal(answer["kv_transfer_params"]["ticket"], SECRET) == ticket
         assert answer["choices"] == [{"text": "", "finish_reason": "length", "index": 0, "logprobs": None}]
         assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 0)
-        assert closings(server.admission) == [("closed", "length")]
+        assert await closings(server.admission) == [("closed", "length")]
 
 
 async def test_prefill_of_a_chat(description: ModelDescription) -> None:

@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_before_the_first_token(description: ModelDes
         server.admission.script = Script(pause_after=0)
         (await start(server, {**HELLO, "stream": stream})).close()
         await server.admission.wait_for(ResponseClosed)
-        assert closings(server.admission) == [("abort", "the client is gone"), ("closed", "abort")]
+        assert await closings(server.admission) == [("abort", "the client is gone"), ("closed", "abort")]
         assert server.metric("kvyard_requests_total", outcome="abort") == 1
         (abort,) = server.admission.of(AbortRequest)
         assert abort.request_id == server.admission.request.request_id
@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_in_the_stream(description: ModelDescription,
         await anyio.wait_readable(connection)
         connection.close()
         await server.admission.wait_for(ResponseClosed)
-        assert closings(server.admission) == [("abort", "the client is gone"), ("closed", "abort")]
+        assert await closings(server.admission) == [("abort", "the client is gone"), ("closed", "abort")]
 
 
 async def test_clients_that_leave_wherever_they_are(description: ModelDescription, tokenizer: Any) -> None:
@@ -107,20 +107,20 @@ async def test_deadline_before_the_first_token(description: ModelDescription) ->
     async with serving(description) as server:
         server.admission.script = Script(pause_after=0)
         for stream, body, headers in (
-            (False, {"timeout": 0.1}, {}),
-            (True, {"timeout": 0.1}, {}),
-            (True, {}, {"X-Request-Timeout": "0.1"}),
-            (True, {"timeout": 100}, {"X-Request-Timeout": "0.1"}),
-            (True, {"timeout": 0.1}, {"X-Request-Timeout": "100"}),
+            (False, {"timeout": 0.5}, {}),
+            (True, {"timeout": 0.5}, {}),
+            (True, {}, {"X-Request-Timeout": "0.5"}),
+            (True, {"timeout": 100}, {"X-Request-Timeout": "0.5"}),
+            (True, {"timeout": 0.5}, {"X-Request-Timeout": "100"}),
         ):
             server.admission.messages.clear()
             began = time.monotonic()
             status, answer = await server.post(CHAT, {**HELLO, "stream": stream, **body}, **headers)
             assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
-            assert 0.1 <= time.monotonic() - began < 5
+            assert 0.5 <= time.monotonic() - began < 10
             request = server.admission.request
-            assert request.deadline - request.arrival == pytest.approx(0.1)
-            assert closings(server.admission) == [("abort", "deadline"), ("closed", "error")]
+            assert request.deadline - request.arrival == pytest.approx(0.5)
+            assert await closings(server.admission) == [("abort", "deadline"), ("closed", "error")]
 
 
 async def test_the_default_deadline(description: ModelDescription) -> None:
@@ -138,7 +138,7 @@ async def test_deadline_in_the_stream(description: ModelDescription, tokenizer: 
             *chunks, last = events(await response.read())
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "One two three"
         assert last["error"]["code"] == "deadline_exceeded"
-        assert closings(server.admission) == [("abort", "deadline"), ("closed", "error")]
+        assert await closings(server.admission) == [("abort", "deadline"), ("closed", "error")]
 
 
 async def test_a_client_that_does_not_read_is_cut_off_at_its_deadline(
@@ -150,7 +150,7 @@ async def test_a_client_that_does_not_read_is_cut_off_at_its_deadline(
         server.admission.script = Script((text,) * 400)
         connection = await start(server, {**HELLO, "stream": True, "timeout": 1})
         await server.admission.wait_for(ResponseClosed)
-        assert closings(server.admission) == [("abort", "deadline"), ("closed", "error")]
+        assert await closings(server.admission) == [("abort", "deadline"), ("closed", "error")]
         with connection:
             received = await anyio.to_thread.run_sync(read_to_the_end, connection)
         assert b" word word" in received
@@ -178,7 +178,7 @@ async def test_the_engine_fails(description: ModelDescription, tokenizer: Any) -
                 "code": "engine_unavailable",
             }
         }
-        assert closings(server.admission) == [("closed", "error")] * 4
+        assert await closings(server.admission, 4) == [("closed", "error")] * 4
 
 
 async def test_a_request_that_the_engine_gives_up_is_an_error(description: ModelDescription) -> None:
@@ -187,7 +187,7 @@ async def test_a_request_that_the_engine_gives_up_is_an_error(description: Model
         server.admission.script = Script(((5000,),), given_up=True)
         status, body = await server.post(CHAT, HELLO)
         assert (status, body["error"]["code"]) == (500, "internal_error")
-        assert closings(server.admission) == [("closed", "error")]
+        assert await closings(server.admission) == [("closed", "error")]
 
 
 async def test_the_admission_actor_is_gone(description: ModelDescription) -> None:

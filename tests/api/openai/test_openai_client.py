@@ -41,7 +41,7 @@ async def test_chat(description: ModelDescription, script: Script) -> None:
     assert answer.usage.total_tokens == NUM_PROMPT + num_completion
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
-    assert closings(server.admission) == [("closed", "stop")]
+    assert await closings(server.admission) == [("closed", "stop")]
 
 
 async def test_chat_streams(description: ModelDescription, script: Script) -> None:
@@ -67,7 +67,7 @@ async def test_chat_streams(description: ModelDescription, script: Script) -> No
     assert usage.usage.completion_tokens == len(script.outputs) + 1
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
-    assert closings(server.admission) == [("closed", "stop")]
+    assert await closings(server.admission) == [("closed", "stop")]
 
 
 async def test_completions_of_every_form_of_prompt(
@@ -144,7 +144,7 @@ async def test_an_error_in_the_stream_raises_in_the_client(description: ModelDes
         with pytest.raises(openai.APIError, match="the worker died"):
             await read()
     assert "".join(texts) == ANSWER
-    assert closings(server.admission) == [("closed", "error")]
+    assert await closings(server.admission) == [("closed", "error")]
 
 
 async def test_fifty_streams_at_once(description: ModelDescription, tokenizer: tokenizers.Tokenizer) -> None:

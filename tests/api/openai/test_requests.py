@@ -222,7 +222,7 @@ async def test_stop_strings(description: ModelDescription, tokenizer: Any) -> No
         server.admission.script = Script(outputs)
         # Over a token border, ending in the middle of a token: the rest of that token is cut, its token counted.
         assert await streamed(server, {"stop": "o thr"}) == ("One tw", "stop", 3)
-        assert closings(server.admission) == [("abort", "stop string"), ("closed", "stop")] * 2
+        assert await closings(server.admission, 2) == [("abort", "stop string"), ("closed", "stop")] * 2
         assert await streamed(server, {"stop": ["xyz", " f"]}) == ("One two three", "stop", 4)
         # It began and did not end: nothing is lost.
         assert await streamed(server, {"stop": ["five!"]}) == ("One two three four five", "stop", 6)
@@ -230,7 +230,7 @@ async def test_stop_strings(description: ModelDescription, tokenizer: Any) -> No
         # Complete with the very last token: the engine has ended already, so nothing is aborted.
         server.admission.messages.clear()
         assert await streamed(server, {"stop": "four", "max_tokens": 4}) == ("One two three ", "stop", 4)
-        assert closings(server.admission) == [("closed", "stop")] * 2
+        assert await closings(server.admission, 2) == [("closed", "stop")] * 2
         # Tokens that came in the same output behind it are not kept.
         server.admission.script = Script((tuple(token for output in outputs for token in output),))
         assert await streamed(server, {"stop": "two"}) == ("One ", "stop", 2)
