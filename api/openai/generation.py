@@ -133,6 +133,7 @@ async def submitted(engine: EngineHandle, prepared: Prepared, detokenizer: Detok
     request = prepared.request
     generation: Generation | None = None
     accepted = True  # as long as it is not known that it was not
+    unanswered = ("the client is gone", "abort")  # why, and how, it ends if the ask never returns
     try:
         try:
             stream = await engine.admission.ask(SubmitRequest(request), max(0.0, request.deadline - engine.clock()))
@@ -140,6 +141,7 @@ async def submitted(engine: EngineHandle, prepared: Prepared, detokenizer: Detok
             accepted = False
             raise
         except AskTimeout as error:
+            unanswered = ("deadline", "error")
             raise deadline_exceeded() from error
         generation = Generation(engine, prepared, stream, detokenizer)
         yield generation
@@ -149,16 +151,17 @@ async def submitted(engine: EngineHandle, prepared: Prepared, detokenizer: Detok
         raise
     finally:
         if accepted:
-            await _close(engine, request.request_id, generation)
+            await _close(engine, request.request_id, generation, unanswered)
         engine.metrics.request_ended(
             "refused" if not accepted else "error" if generation is None else generation.outcome
         )
 
 
-async def _close(engine: EngineHandle, request_id: str, generation: Generation | None) -> None:
+async def _close(
+    engine: EngineHandle, request_id: str, generation: Generation | None, unanswered: tuple[str, str]
+) -> None:
     """Without a generation the ask went unanswered: the request may be there or not; unknown ids are ignored."""
-    abort_reason = "the client is gone" if generation is None else generation.abort_reason
-    outcome = "abort" if generation is None else generation.outcome
+    abort_reason, outcome = unanswered if generation is None else (generation.abort_reason, generation.outcome)
     with anyio.move_on_after(CLOSING_SECONDS, shield=True), suppress(ActorGone):
         if abort_reason is not None:
             await engine.admission.tell(AbortRequest(request_id, abort_reason))
