@@ -35,7 +35,10 @@ def quarantined(deployment: Deployment) -> int:
     return int(deployment.blocks()["decode-0"]["quarantined"])
 
 
-@pytest.mark.parametrize(("name", "then"), [("prose-129", signal.SIGCONT), ("prose-100", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [("prose-129", signal.SIGCONT), pytest.param("prose-100", signal.SIGKILL, marks=pytest.mark.soak)],
+)
 def test_blocks_of_a_read_that_hangs_are_quarantined_until_it_ends(
     deployment: Deployment, name: str, then: signal.Signals
 ) -> None:
