@@ -93,6 +93,10 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: Annotated[
         int, Meta(ge=0, description="most tokens of one request in one step; 0 = off")
     ] = 0
+    async_depth: Annotated[
+        int,
+        Meta(ge=1, le=8, description="most steps in flight; 1: a step is planned when the one before has returned"),
+    ] = 2
     policy: Annotated[Policy, Meta(description="order of the waiting queue")] = "fcfs"
     prefix_caching: Annotated[bool, Meta(description="reuse KV blocks of equal prompt prefixes")] = True
     reserve_full_sequence: Annotated[bool, Meta(description="admit a request only if its whole prompt fits")] = True
@@ -122,6 +126,13 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[
         int, Meta(ge=0, description="threads of the forward pass; 0: this machine's cores, shared out by kvyard up")
     ] = 0
+    step_log: Annotated[
+        Text | None,
+        Meta(
+            description="file for every input and plan of the scheduler, see kvyard replay; with kvyard up a folder, "
+            "ENGINE_ID.steplog in it"
+        ),
+    ] = None
     fault: Annotated[
         str | None,
         Meta(description="for tests: a fault to inject, such as 'corrupt:1' or 'drop:0.1,seed:7'", extra={"hidden": 1}),

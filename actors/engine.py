@@ -57,6 +57,7 @@ class EngineActors:
             observer=observer,
             watchdog=watchdog,
             recompute_failed_loads=configuration.kv_load_failure_policy == "recompute",
+            depth=configuration.async_depth,
         )
         settings = worker_settings(configuration, description, capacity)
         environment = {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -153,6 +154,7 @@ def scheduler_configuration(
         policy=configuration.policy,
         prefix_caching=configuration.prefix_caching,
         long_prefill_token_threshold=configuration.long_prefill_token_threshold,
+        async_scheduling=configuration.async_depth > 1,
         reserve_full_sequence=configuration.reserve_full_sequence,
         watermark=configuration.watermark,
         kv_load_failure_policy=configuration.kv_load_failure_policy,

@@ -21,9 +21,10 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """admission → scheduler."""
+    """admission → scheduler. `submitted`: when it came from the API (engine clock)."""
 
     request: EngineRequest
+    submitted: float = 0.0
 
 
 class PublishOutputs(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ import msgspec
 from actors.messages.request import SamplingParams
 
 
-class NewRequest(msgspec.Struct, frozen=True):
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that the worker sees for the first time, or again after a preemption: it replaces what it knew."""
 
     request_id: str
@@ -21,7 +21,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
 
 
-class StepPlan(msgspec.Struct, frozen=True, tag=True):
+class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forward pass `step`. New and resumed requests are in `new_requests`; their rows follow in the columns too."""
 
     step: int
@@ -42,7 +42,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True):
         return sum(memoryview(self.num_scheduled_tokens).cast("i"))
 
 
-class StepResult(msgspec.Struct, frozen=True, tag=True):
+class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What step `step` sampled. Rows are those of the plan; a row has `num_sampled` tokens of `sampled_token_ids`."""
 
     step: int

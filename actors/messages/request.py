@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class SamplingParams(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How the next token is drawn. temperature 0 is greedy; top_k -1 is off; seed None is drawn per request."""
 
     temperature: float = 0.0
@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int | None = None
 
 
-class EngineRequest(msgspec.Struct, frozen=True):
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     """Crosses api → AdmissionActor → SchedulerActor. Times are seconds on the engine process's monotonic clock."""
 
     request_id: str
