@@ -160,7 +160,7 @@ def _token_is_on_its_way(state: SchedulerState, request: SchedulerRequest) -> bo
     if step is None:
         return False
     row = step.requests.index(request)
-    return step.sampled[row] > 0 and row not in step.discarded
+    return step.sampled[row] > 0 and step.epochs[row] == request.epoch
 
 
 def _batch_is_uniform(state: SchedulerState, step: ScheduledStep) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from actors.messages.errors import KvyardError
 from actors.scheduling.grants import GrantState
-from actors.scheduling.request import LoadPhase, SchedulerRequest, Status
+from actors.scheduling.request import InFlightTokens, LoadPhase, SchedulerRequest, Status
 from actors.scheduling.state import SchedulerState
 
 
@@ -98,16 +98,17 @@ def _check_request(state: SchedulerState, request: SchedulerRequest) -> None:
     )
     _require(held >= request.num_computed_tokens, "computed beyond its blocks", request)
     _require(request.num_registered <= len(request.block_ids), "registered beyond its blocks", request)
-    placeholders = sum(
-        step.sampled[row]
+    expected = [
+        InFlightTokens(step.step, step.sampled[row])
         for step in state.in_flight.values()
         for row, other in enumerate(step.requests)
-        if other is request and row not in step.discarded
+        if other is request and step.epochs[row] == request.epoch and step.sampled[row]
+    ]
+    _require(
+        request.in_flight == (expected if state.config.async_scheduling else []),
+        f"{request.in_flight} is in flight by its record, {expected} by the steps",
+        request,
     )
-    if state.config.async_scheduling:
-        _require(request.num_placeholders == placeholders, f"{placeholders} placeholders in flight", request)
-    else:
-        _require(request.num_placeholders == 0, "placeholders without async scheduling", request)
     if request.load_phase is LoadPhase.IN_FLIGHT:
         _require(request.status is Status.WAITING_FOR_REMOTE_KVS, "a load of a request that does not wait", request)
         _require(

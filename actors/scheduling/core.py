@@ -121,9 +121,7 @@ class SchedulerCore:
         while preempt_running and state.running:
             request = state.running.pop()
             if self.config.async_scheduling:
-                for step in state.in_flight.values():
-                    step.discard(request)
-                request.num_placeholders = 0
+                request.begin_epoch()
             state.preempt(request, now, "the prefix cache was reset")
         if state.kv.pool.num_free != state.kv.pool.usable_blocks:
             return False

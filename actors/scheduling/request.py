@@ -10,6 +10,7 @@ Invariant: a request that is not in a queue of its status is finished.
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +43,13 @@ class EncoderInput(msgspec.Struct, frozen=True):
     length: int
 
 
+class InFlightTokens(NamedTuple):
+    """What one step in flight will bring a request: one token, and as many more as its drafts are accepted."""
+
+    step: int
+    num_sampled: int  # at most, drafts included
+
+
 class RequestExtras(msgspec.Struct, frozen=True):
     """What the core can schedule already and `EngineRequest` does not carry yet."""
 
@@ -59,8 +67,10 @@ class SchedulerRequest:
         "drafts",
         "encoder_inputs",
         "engine_request",
+        "epoch",
         "grammar_ready",
         "grant",
+        "in_flight",
         "is_prefill_chunk",
         "known_to_worker",
         "last_step",
@@ -69,7 +79,6 @@ class SchedulerRequest:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
@@ -97,7 +106,9 @@ class SchedulerRequest:
         self.status = Status.WAITING_FOR_GRAMMAR if extras.needs_grammar else Status.WAITING
         self.num_computed_tokens = 0
         self.drafts: list[int] = []
-        self.num_placeholders = 0  # async scheduling: tokens sampled by steps in flight, drafts included
+        # Async scheduling: oldest first, those of the current epoch. What was planned in an older one comes to nothing.
+        self.in_flight: list[InFlightTokens] = []
+        self.epoch = 0
         self.is_prefill_chunk = False  # the last planned step leaves some of its known tokens uncomputed
         self.reserves_rest = False  # admitted, prefill unfinished: loads leave room for the rest of it
         self.num_preemptions = 0
@@ -117,6 +128,19 @@ class SchedulerRequest:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_placeholders(self) -> int:
+        """Async scheduling: tokens that steps in flight sample, drafts included; counted as if they were known."""
+        in_flight = self.in_flight
+        if not in_flight:
+            return 0
+        return in_flight[0].num_sampled if len(in_flight) == 1 else sum(part.num_sampled for part in in_flight)
+
+    def begin_epoch(self) -> None:
+        """The KV that its steps in flight computed from, or wrote, is not to be relied on: their tokens are void."""
+        self.epoch += 1
+        self.in_flight.clear()
 
     @property
     def block_ids(self) -> list[int]:

@@ -51,10 +51,11 @@ def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, 
         expected, count = step.sampled[row], counts[row]
         tokens = token_ids[first : first + count]
         first += count
-        if request.status is Status.FINISHED or row in step.discarded:
+        if request.status is Status.FINISHED or step.epochs[row] != request.epoch:
             continue
-        if asynchronous:
-            request.num_placeholders -= expected
+        if asynchronous and expected:
+            arrived = request.in_flight.pop(0)
+            assert arrived.step == step.step
         if count < expected and request.num_computed_tokens > 0:
             # Rejected drafts; or, if there is no token at all, the whole row was for nothing.
             request.num_computed_tokens = max(request.num_computed_tokens - (expected - count), 0)
@@ -103,9 +104,7 @@ def _roll_back(state: SchedulerState, step: ScheduledStep | None, bad_blocks: Ba
         request.load_failed = True
     running = _roll_back_each(state, step, state.running, bad)
     for request in running:
-        for other in (*state.in_flight.values(), *([step] if step is not None else [])):
-            other.discard(request)
-        request.num_placeholders = 0
+        request.begin_epoch()
         if state.config.kv_load_failure_policy == "fail":
             # Nobody else may hit what was never written.
             state.kv.unregister(request, request.num_computed_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from actors.messages.errors import RefusalReason
 from actors.messages.request import FinishReason
-from actors.scheduling.request import SchedulerRequest
+from actors.scheduling.request import InFlightTokens, SchedulerRequest
 from actors.scheduling.state import SchedulerState
 from actors.scheduling.step import ScheduledStep
 
@@ -95,7 +95,7 @@ def add_row(
     if kv.caching and min(computed, num_known) // kv.block_size > request.num_registered:
         kv.register(request, min(computed, num_known))
     if num_sampled and state.config.async_scheduling:
-        request.num_placeholders += num_sampled
+        request.in_flight.append(InFlightTokens(step.step, num_sampled))
         if state.config.num_spec_tokens:
             request.drafts = [-1] * state.config.num_spec_tokens
 
@@ -144,7 +144,7 @@ def _least_important(running: list[SchedulerRequest]) -> int:
 def _unschedule(state: SchedulerState, step: ScheduledStep, victim: SchedulerRequest) -> None:
     """What this step was to compute stays uncomputed, so nobody may hit it."""
     row = step.requests.index(victim)
-    if state.config.async_scheduling:
-        victim.num_placeholders -= step.sampled[row]
+    if state.config.async_scheduling and step.sampled[row]:
+        victim.in_flight.pop()
     state.kv.unregister(victim, step.computed[row])
     step.remove_row(row)

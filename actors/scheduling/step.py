@@ -15,10 +15,10 @@ class ScheduledStep:
         "cached",
         "computed",
         "counts",
-        "discarded",
         "drafts",
         "encoder_budget",
         "encoder_runs",
+        "epochs",
         "has_prefill_chunk",
         "loading",
         "new",
@@ -40,6 +40,7 @@ class ScheduledStep:
         self.requests: list[SchedulerRequest] = []
         self.counts: list[int] = []
         self.computed: list[int] = []  # before this step
+        self.epochs: list[int] = []  # the request's; if it has a newer one when the result comes, the row is void
         self.sampled: list[int] = []  # most tokens that the step can give: 0, or 1 + drafts
         self.new_block_counts: list[int] = []
         self.new_blocks: list[int] = []
@@ -48,7 +49,6 @@ class ScheduledStep:
         self.num_running = 0  # rows that the running pass made
         self.has_prefill_chunk = False  # a running request that had an unfinished prefill before this step
         self.new_requests: list[NewRequest] = []
-        self.discarded: set[int] = set()  # rows whose result must not be used
         # What happened, in order; for observers.
         self.new: list[str] = []
         self.resumed: list[str] = []
@@ -61,6 +61,7 @@ class ScheduledStep:
         self.requests.append(request)
         self.counts.append(count)
         self.computed.append(request.num_computed_tokens)
+        self.epochs.append(request.epoch)
         self.sampled.append(sampled)
         self.new_block_counts.append(len(new_blocks))
         self.new_blocks += new_blocks
@@ -74,11 +75,9 @@ class ScheduledStep:
         self.drafts.pop(request_id, None)
         first = sum(self.new_block_counts[:row])
         del self.new_blocks[first : first + self.new_block_counts[row]]
-        del self.requests[row], self.counts[row], self.computed[row], self.sampled[row], self.new_block_counts[row]
-
-    def discard(self, request: SchedulerRequest) -> None:
-        if request in self.requests:
-            self.discarded.add(self.requests.index(request))
+        del self.requests[row]
+        for column in (self.counts, self.computed, self.epochs, self.sampled, self.new_block_counts):
+            del column[row]
 
     def plan(self, dropped_request_ids: tuple[str, ...]) -> StepPlan:
         return StepPlan(
