@@ -3,45 +3,33 @@
     skip: cannot go now through no fault of memory (load in flight, adapter cap, ...): those behind it are still tried
     stop: does not fit: nobody overtakes it on memory
 
-Comes after the running pass and only in a step that preempted nobody. Where a stop would be for ever, because whatever
-is held is held by requests which wait themselves, `_relieve` lets a holder go on or takes its blocks back.
+Comes after the running pass and only in a step that preempted nobody. Where a stop would be for ever, `impasse` helps.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-
-from actors.messages.errors import RefusalReason
-from actors.messages.plan import NewRequest
-from actors.messages.request import FinishReason
-from actors.scheduling.connector import NOTHING_REMOTE
-from actors.scheduling.grants import GrantState
-from actors.scheduling.orders import int32
+from actors.scheduling.candidate import Verdict, try_to_admit
+from actors.scheduling.impasse import break_impasse
 from actors.scheduling.queues import RequestQueue
-from actors.scheduling.request import EncoderInput, LoadPhase, SchedulerRequest, Status
-from actors.scheduling.running import add_row
+from actors.scheduling.request import SchedulerRequest
 from actors.scheduling.state import SchedulerState
 from actors.scheduling.step import ScheduledStep
 
 
-class Verdict(Enum):
-    ADMITTED = "admitted"
-    LOADING = "loading"
-    SKIP = "skip"
-    STOP = "stop"
-    NO_ROOM = "no room"  # a stop for want of blocks
-
-
 def schedule_waiting(state: SchedulerState, step: ScheduledStep, now: float) -> None:
     adapters = {request.engine_request.lora for request in step.requests} - {None} if state.config.max_loras else set()
-    while _admission_pass(state, step, adapters, now) is Verdict.NO_ROOM:
-        if not _relieve(state, step, adapters, now):
+    while True:
+        verdict, head = _admission_pass(state, step, adapters, now)
+        if head is None or not break_impasse(state, step, adapters, head, verdict, now):
             return
 
 
-def _admission_pass(state: SchedulerState, step: ScheduledStep, adapters: set[str | None], now: float) -> Verdict:
+def _admission_pass(
+    state: SchedulerState, step: ScheduledStep, adapters: set[str | None], now: float
+) -> tuple[Verdict, SchedulerRequest | None]:
+    """The last verdict, and the request at which the pass stopped, if it did."""
     skipped: list[SchedulerRequest] = []
-    verdict = Verdict.SKIP
+    verdict, head = Verdict.SKIP, None
     while len(state.waiting) or len(state.skipped_waiting):
         queue = _next_queue(state)
         request = queue.peek()
@@ -50,10 +38,11 @@ def _admission_pass(state: SchedulerState, step: ScheduledStep, adapters: set[st
         elif len(state.running) >= state.config.max_num_seqs:
             verdict, detail = Verdict.STOP, f"max_num_seqs {state.config.max_num_seqs} reached"
         else:
-            verdict, detail = _try(state, step, request, adapters, now)
+            verdict, detail = try_to_admit(state, step, request, adapters, now)
         if verdict in (Verdict.STOP, Verdict.NO_ROOM):
             request.story.detail = detail
             state.stopped = (now, detail)
+            head = request
             break
         queue.pop()
         if verdict is Verdict.ADMITTED:
@@ -62,7 +51,7 @@ def _admission_pass(state: SchedulerState, step: ScheduledStep, adapters: set[st
             request.story.detail = detail
             skipped.append(request)
     state.skipped_waiting.push_front_all(skipped)
-    return verdict
+    return verdict, head
 
 
 def _next_queue(state: SchedulerState) -> RequestQueue:
@@ -72,235 +61,3 @@ def _next_queue(state: SchedulerState) -> RequestQueue:
     if state.config.policy == "priority" and len(waiting) and waiting.peek().order < skipped.peek().order:
         return waiting
     return skipped
-
-
-def _try(
-    state: SchedulerState, step: ScheduledStep, request: SchedulerRequest, adapters: set[str | None], now: float
-) -> tuple[Verdict, str]:
-    """Admits the request, or starts its load, or says why not. Changes nothing but its status in the latter case."""
-    config, kv = state.config, state.kv
-    if not _promote(state, request, now):
-        return Verdict.SKIP, request.story.detail
-    if request.num_preemptions and _token_is_on_its_way(state, request):
-        return Verdict.SKIP, "a token of a step before its preemption is on its way"
-    adapter = request.engine_request.lora
-    if config.max_loras and adapter is not None and adapter not in adapters and len(adapters) >= config.max_loras:
-        return Verdict.SKIP, f"max_loras {config.max_loras} reached"
-    num_known = len(request.tokens)
-    hits: list[int] = []
-    remote = NOTHING_REMOTE
-    num_local = request.num_computed_tokens
-    if num_local == 0:
-        hits = kv.lookup(request)
-        num_local = len(hits) * config.block_size
-        if state.connector is not None:
-            answer = state.connector.matched(request, num_local)
-            if answer is None:
-                return Verdict.SKIP, "the connector does not know yet"
-            if not (answer.is_async and num_known == 1):  # a lone token is computed here in any case
-                remote = answer
-    num_computed = num_local + remote.num_tokens
-    assert num_computed <= num_known
-    encoder_runs: list[EncoderInput] = []
-    encoder_budget = step.encoder_budget
-    count = 0
-    if not remote.is_async:
-        count = num_known - num_computed
-        if count == 1 and _batch_is_uniform(state, step):
-            count += config.num_spec_tokens
-            if count > step.budget or num_computed + count > config.max_model_len:
-                return Verdict.STOP, f"needs {count} tokens like the rest of the batch, {step.budget} left in the step"
-        if config.long_prefill_token_threshold:
-            count = min(count, config.long_prefill_token_threshold)
-        if (
-            not config.chunked_prefill
-            and count > step.budget
-            and (step.requests or count <= config.max_num_batched_tokens)
-        ):
-            return Verdict.STOP, f"needs {count} tokens at once, {step.budget} left in the step"
-        count = min(count, step.budget)
-        if request.encoder_inputs:
-            count, encoder_runs, encoder_budget = state.encoder.fit(request, num_computed, count, encoder_budget)
-            if count == 0:
-                state.encoder.release_all(request)
-                return Verdict.STOP, "encoder budget spent"
-    if request.starved and _holders_would_starve_it(state, request, hits):
-        state.encoder.release_all(request)
-        return Verdict.NO_ROOM, kv.shortage
-    if not _allocate(state, request, num_computed + count, hits, remote.is_async, now):
-        state.encoder.release_all(request)
-        return Verdict.NO_ROOM, kv.shortage
-    if hits:
-        step.cached[request.request_id] = num_local
-        state.num_prefix_hit_tokens += num_local
-    if not request.num_preemptions and (hits or remote.num_tokens):
-        request.num_cached_tokens = num_computed
-    request.starved = False
-    request.num_computed_tokens = num_computed
-    if num_computed + count < num_known:
-        request.reserves_rest = True
-        state.unfinished_prefills[request.request_id] = request
-    if remote.is_async:
-        _start_load(state, step, request, len(hits), remote.num_tokens, now)
-        return Verdict.LOADING, f"loads {remote.num_tokens} tokens into {len(request.block_ids) - len(hits)} blocks"
-    state.discharge_ticket(request)
-    if encoder_runs:
-        state.encoder.take(request, encoder_runs)
-        step.encoder_runs[request.request_id] = encoder_runs
-        step.encoder_budget = encoder_budget
-    if adapter is not None:
-        adapters.add(adapter)
-    _add_admitted_row(state, step, request, count, now)
-    return Verdict.ADMITTED, ""
-
-
-def _token_is_on_its_way(state: SchedulerState, request: SchedulerRequest) -> bool:
-    """Resumed now, its worker would be told of all tokens but this one."""
-    step = state.in_flight.get(request.last_step)
-    if step is None:
-        return False
-    row = step.requests.index(request)
-    return step.sampled[row] > 0 and step.epochs[row] == request.epoch
-
-
-def _batch_is_uniform(state: SchedulerState, step: ScheduledStep) -> bool:
-    """With speculation, whether every row so far is a decode with its drafts: then a lone token gets empty drafts."""
-    return bool(state.config.num_spec_tokens and step.num_running and not step.has_prefill_chunk)
-
-
-def _promote(state: SchedulerState, request: SchedulerRequest, now: float) -> bool:
-    """A blocked request whose wait is over may be scheduled again. False: it is still blocked."""
-    if request.status is Status.WAITING_FOR_GRAMMAR:
-        if not request.grammar_ready:
-            return False
-        request.story.turn("queued", now)
-    elif request.status is Status.WAITING_FOR_REMOTE_KVS:
-        if request.load_phase is not LoadPhase.REPORTED:
-            return False
-        request.load_phase = LoadPhase.NONE
-        detail = request.story.detail if request.load_failed else "loaded"
-        if request.load_failed and request.num_computed_tokens == 0:
-            if request.grant is not None:
-                state.give_back(request, request.grant, now)
-            request.forget_blocks()
-            state.unfinished_prefills.pop(request.request_id, None)
-        else:
-            state.kv.register(request, request.num_computed_tokens)
-            if request.num_computed_tokens == len(request.tokens):
-                request.num_computed_tokens -= 1  # without logits of the last token there is no next one
-        request.load_failed = False
-        request.story.turn("queued", now, detail)
-    else:
-        return True
-    request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
-    return True
-
-
-def _allocate(
-    state: SchedulerState, request: SchedulerRequest, num_tokens: int, hits: list[int], is_load: bool, now: float
-) -> bool:
-    kv, config = state.kv, state.config
-    spare = int(config.watermark * config.usable_blocks) if state.running else 0
-    if config.reserve_full_sequence and not kv.fits(request, len(request.tokens), hits, spare=spare, reserved=0):
-        return False
-    reserved = 0
-    if is_load:
-        others = (other for other in state.unfinished_prefills.values() if other is not request)
-        reserved = sum(kv.num_missing_blocks(other) for other in others)
-    return kv.admit(request, num_tokens, hits, now, spare=spare, reserved=reserved)
-
-
-def _start_load(
-    state: SchedulerState, step: ScheduledStep, request: SchedulerRequest, num_hits: int, num_tokens: int, now: float
-) -> None:
-    request.status = Status.WAITING_FOR_REMOTE_KVS
-    request.reserves_rest = True
-    state.unfinished_prefills[request.request_id] = request
-    step.loading[request.request_id] = num_tokens
-    request.story.turn("waiting_for_remote_kvs", now)
-    state.transfers.start_load(request, num_hits, now)
-
-
-def _add_admitted_row(
-    state: SchedulerState, step: ScheduledStep, request: SchedulerRequest, count: int, now: float
-) -> None:
-    """For the worker, a resumed request is a new one: it gets all known tokens and the whole block table."""
-    (step.resumed if request.status is Status.PREEMPTED else step.new).append(request.request_id)
-    request.status = Status.RUNNING
-    step.new_requests.append(
-        NewRequest(
-            request.request_id, int32(request.tokens), request.num_prompt_tokens, request.engine_request.sampling
-        )
-    )
-    num_drafts = max(request.num_computed_tokens + count - len(request.tokens), 0)
-    if num_drafts:
-        step.drafts[request.request_id] = [-1] * num_drafts
-    add_row(state, step, request, count, num_drafts, request.block_ids)
-    request.story.detail = state.why_it_waits(request)
-    request.story.turn("prefill", now)
-
-
-def _relieve(state: SchedulerState, step: ScheduledStep, adapters: set[str | None], now: float) -> bool:
-    """After NO_ROOM. True: something changed, the pass is worth another try.
-
-    Nothing runs and nothing will come back: then a request that waits behind the head holds what the head needs.
-    Holders go on, in order; if none can, the last one gives its blocks back; if nobody holds anything, the head can
-    never run and says so.
-    """
-    if state.in_flight or not _nothing_comes_back(state):
-        return False
-    holders = _holders(state)
-    for request in holders:
-        verdict, _ = _try(state, step, request, adapters, now)
-        if verdict is Verdict.ADMITTED:
-            (state.waiting if request in state.waiting else state.skipped_waiting).remove(request)
-            state.running.append(request)
-            return True
-    if state.transfers.loads:
-        return False
-    if len(holders) > 1 or (holders and holders[0] is not _next_queue(state).peek()):
-        _revoke(state, holders[-1], now)
-        return True
-    if holders or state.transfers.quarantined:
-        return False
-    head = _next_queue(state).peek()
-    state.end(head, FinishReason.ERROR, now, RefusalReason.EXCEEDS_KV_CAPACITY, f"{state.kv.shortage} of an idle pool")
-    return True
-
-
-def _holders(state: SchedulerState) -> list[SchedulerRequest]:
-    """Requests that wait with blocks in hand and could run, in order of service."""
-    queued = [*state.skipped_waiting, *state.waiting]
-    if state.config.policy == "priority":
-        queued.sort(key=lambda request: request.order)
-    return [
-        request for request in queued if request.grant is not None and request.load_phase is not LoadPhase.IN_FLIGHT
-    ]
-
-
-def _nothing_comes_back(state: SchedulerState) -> bool:
-    """No block that is held now will be free unless one of the waiting requests goes on. Quarantine may last."""
-    if state.running or any(
-        grant.state in (GrantState.FENCED, GrantState.LEASED) for grant in state.kv.ledger.live.values()
-    ):
-        return False
-    loads = state.transfers.loads.values()
-    return not any(not load.is_wanted or state.config.kv_load_failure_policy == "fail" for load in loads)
-
-
-def _holders_would_starve_it(state: SchedulerState, request: SchedulerRequest, hits: list[int]) -> bool:
-    """Admitted chunk by chunk it would run out of blocks, lose them and come back as the head, for ever."""
-    if not _nothing_comes_back(state) or all(holder is request for holder in _holders(state)):
-        return False
-    return not state.kv.fits(request, len(request.tokens), hits, spare=0, reserved=0)
-
-
-def _revoke(state: SchedulerState, request: SchedulerRequest, now: float) -> None:
-    """It computes what it had loaded again, later. What is registered stays findable."""
-    assert request.grant is not None
-    _promote(state, request, now)
-    if request.grant is not None:
-        state.give_back(request, request.grant, now)
-    request.forget_blocks()
-    state.unfinished_prefills.pop(request.request_id, None)
-    request.story.turn("preempted", now, "gave back what it had loaded, so that others can run")

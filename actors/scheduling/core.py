@@ -1,7 +1,7 @@
 """The scheduler core: a plain state machine. Messages and the time go in, plans and effects come out.
 
-It composes: `state` holds, `running` and `admission` plan, `results` and `transfers` apply, `checks` proves. Invariant:
-equal inputs in equal order give equal plans and effects.
+It composes: `state` holds, `running` and `admission` plan, `impasse` ends what would wait for ever, `results` and
+`transfers` apply, `checks` proves. Invariant: equal inputs in equal order give equal plans and effects.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class SchedulerCore:
     # Inputs
 
     def add(self, request: EngineRequest, now: float, extras: RequestExtras = NO_EXTRAS) -> None:
-        """One that can never run ends at once, with an error output. Raises InvariantBroken for an id that is live."""
+        """One that would break the core ends at once, with an error. Raises InvariantBroken for an id that is live.
+
+        What fits neither pool nor budgets is taken: it ends as the head that can never be scheduled (see `impasse`).
+        """
         state, config = self._state, self.config
         if request.request_id in state.requests:
             raise InvariantBroken("an id that is live was added again", state.requests[request.request_id])
@@ -57,7 +60,7 @@ class SchedulerCore:
             heappush(self._deadlines, (request.deadline, self._num_added, added))
         if request.ticket is not None:
             state.effects.append(HoldTicket(request.request_id, request.ticket))
-        refusal = _why_never(config, state, added)
+        refusal = _why_impossible(config, state, added)
         if refusal is not None:
             state.end(added, FinishReason.ERROR, now, *refusal)
 
@@ -222,6 +225,7 @@ class SchedulerCore:
             prefix_hit_tokens_total=state.num_prefix_hit_tokens,
             preemptions_total=state.num_preemptions,
             late_events_total=state.num_late_events,
+            paused=state.pause.value,
         )
 
     def blocks_report(self, now: float) -> BlocksReport:
@@ -252,7 +256,7 @@ class SchedulerCore:
         check(self._state)
 
 
-def _why_never(
+def _why_impossible(
     config: SchedulerConfiguration, state: SchedulerState, request: SchedulerRequest
 ) -> tuple[RefusalReason, str] | None:
     num_tokens = len(request.tokens)
@@ -263,14 +267,8 @@ def _why_never(
             RefusalReason.CONTEXT_LENGTH_EXCEEDED,
             f"the prompt has {num_tokens} tokens, the context {config.max_model_len}: no room for an answer",
         )
-    if not state.kv.can_ever_hold(request):
-        needed, usable = state.kv.num_blocks_for(num_tokens), state.kv.pool.usable_blocks
-        return RefusalReason.EXCEEDS_KV_CAPACITY, f"the prompt needs {needed} KV blocks, the pool has {usable}"
     if state.connector is None and (request.ticket is not None or request.engine_request.do_remote_decode):
         return RefusalReason.INVALID_REQUEST, "this engine has no KV connector: it neither loads nor sends blocks"
-    longest = max((item.length for item in request.encoder_inputs), default=0)
-    if longest > min(config.encoder_budget, config.encoder_cache):
-        return RefusalReason.INVALID_REQUEST, f"an encoder input of {longest} tokens exceeds encoder_budget or _cache"
     return None
 
 

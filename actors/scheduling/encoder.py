@@ -13,6 +13,7 @@ class EncoderCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_free = capacity
+        self.shortage = ""  # why the last `fit` cut short
         self._holders: dict[str, dict[str, int]] = {}  # hash -> request id -> length
         self._evictable: dict[str, int] = {}  # hash -> length, oldest first
         self._held_by: dict[str, dict[str, EncoderInput]] = {}  # request id -> hash -> item
@@ -35,6 +36,9 @@ class EncoderCache:
                 self._refer(request, item)
                 continue
             if item.length > budget or not self._make_room(planned + item.length):
+                self.shortage = f"has an encoder input of {item.length} tokens, {budget} left in the step's budget"
+                if item.length <= budget:
+                    self.shortage = f"has an encoder input of {item.length} tokens, {self.num_free} free in the cache"
                 num_tokens = max(item.offset - start, 0)
                 break
             to_run.append(item)

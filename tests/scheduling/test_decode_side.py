@@ -99,9 +99,10 @@ def test_whoever_leaves_before_the_load_releases_the_ticket_once(way_out: str) -
     assert output.request_id == "a"
 
 
-def test_a_request_that_can_never_run_is_refused_and_releases_its_ticket() -> None:
+def test_a_request_that_can_never_run_ends_as_head_and_releases_its_ticket() -> None:
     core = core_of(usable_blocks=3)
     core.add(request_of("a", 13, ticket=ticket_of(13)), 0.0)
+    assert run_step(core) == {}
     hold, release, output = core.take_effects()
     assert (hold, release) == (HoldTicket("a", ticket_of(13)), ReleaseTicket("a", ticket_of(13)))
     assert output == outputs_error("a", RefusalReason.EXCEEDS_KV_CAPACITY, output)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from actors.messages.errors import RefusalReason
 from actors.messages.request import FinishReason
 from actors.messages.transfer import BlocksLanded, LoadBlocks
 from actors.scheduling.core import SchedulerCore
+from actors.scheduling.request import EncoderInput, RequestExtras
 from tests.scheduling.builders import core_of, counts, outputs, request_of, result_of, run_step, ticket_of
 
 
@@ -73,14 +72,63 @@ def test_a_preempted_request_that_outgrew_the_pool_does_not_block_the_queue() ->
     assert ends == {"a": None, "b": RefusalReason.EXCEEDS_KV_CAPACITY.value, "c": None}
 
 
-@pytest.mark.parametrize(("length", "reason"), [(13, "exceeds_kv_capacity"), (20, "context_length_exceeded")])
-def test_what_can_never_run_is_refused_at_once(length: int, reason: str) -> None:
-    core = core_of(usable_blocks=3, max_model_len=20, kv_connector=False)
-    core.add(request_of("a", length), 0.0)
+def test_what_would_break_the_core_is_refused_at_once() -> None:
+    core = core_of(max_model_len=20, kv_connector=False)
+    core.add(request_of("a", 20), 0.0)
     core.add(request_of("b", 4, max_tokens=1), 0.0)
     (refusal,) = outputs(core)
-    assert (refusal.request_id, refusal.error) == ("a", reason)
+    assert (refusal.request_id, refusal.error) == ("a", "context_length_exceeded")
     assert run_step(core) == {"b": 4}
+
+
+def test_a_head_larger_than_the_pool_waits_in_its_place_and_ends_when_nothing_else_is_left() -> None:
+    # F4: the reference compares with what is free now, never with the capacity, and its queue stands still for ever.
+    core = core_of(usable_blocks=3, reserve_full_sequence=True, kv_connector=False)
+    core.add(request_of("runs", 4, max_tokens=2), 0.0)
+    core.add(request_of("head", 13, 100), 0.0)
+    core.add(request_of("behind", 4, 200, max_tokens=1), 0.0)
+    assert [run_step(core), run_step(core)] == [{"runs": 4}, {"runs": 1}], "nobody overtakes the head on memory"
+    assert run_step(core) == {"behind": 4}
+    ends = {output.request_id: (output.error, output.error_text) for output in outputs(core) if output.finish_reason}
+    assert ends["head"] == (
+        "exceeds_kv_capacity",
+        "it can never be scheduled: with nothing else in the engine it needs 4 blocks, 3 free",
+    )
+
+
+def test_a_head_whose_encoder_input_exceeds_the_budget_ends_and_says_by_how_much() -> None:
+    core = core_of(kv_connector=False, encoder_budget=5, encoder_cache=50)
+    core.add(request_of("a", 12), 0.0, RequestExtras((EncoderInput("image", 0, 6),)))
+    core.add(request_of("b", 4, 100, max_tokens=1), 0.0)
+    assert run_step(core) == {"b": 4}
+    assert next((output.request_id, output.error, output.error_text) for output in outputs(core)) == (
+        "a",
+        "invalid_request",
+        "it can never be scheduled: with nothing else in the engine it has an encoder input of 6 tokens, 5 left in"
+        " the step's budget",
+    )
+
+
+def test_the_head_is_not_failed_while_a_skipped_request_may_still_be_promoted() -> None:
+    core = core_of(usable_blocks=3, kv_connector=False)
+    core.add(request_of("gated", 4, max_tokens=1), 0.0, RequestExtras(needs_grammar=True))
+    core.add(request_of("head", 13, 100), 0.0)
+    assert run_step(core) == {}
+    assert outputs(core) == []
+    core.grammar_ready("gated")
+    assert [run_step(core), run_step(core)] == [{"gated": 4}, {}]
+    assert [output.request_id for output in outputs(core)] == ["gated", "head"]
+
+
+def test_the_head_is_not_failed_while_the_engine_is_paused_or_blocks_may_come_back() -> None:
+    core = core_of(usable_blocks=3, kv_connector=False)
+    core.add(request_of("head", 13), 0.0)
+    core.pause("new")
+    assert run_step(core) == {}
+    assert outputs(core) == []
+    core.pause("none")
+    assert run_step(core) == {}
+    assert [output.error for output in outputs(core)] == ["exceeds_kv_capacity"]
 
 
 def test_min_tokens_beyond_the_room_left_ends_with_length() -> None:
