@@ -15,7 +15,7 @@ import msgspec
 from actors.configuration import SchedulerConfiguration
 from actors.messages.lease import Ticket
 from actors.messages.plan import StepResult
-from actors.messages.request import EngineRequest, RequestOutput
+from actors.messages.request import EngineRequest, FinishReason, RequestOutput
 from actors.messages.transfer import BlocksLanded, BlocksSent, GrantLease, LeaseGranted, TransferOrder
 from actors.scheduling.connector import NOTHING_REMOTE, RemoteMatch
 from actors.scheduling.core import SchedulerCore
@@ -26,6 +26,7 @@ from tools.scenarios.format import Action, Config, NotAScenario, Remote, Scenari
 
 Observation = dict[str, Any]
 DEFAULT_TOKEN = 7
+_SENDING = (FinishReason.STOP, FinishReason.LENGTH)  # what a request may end with that others will want to read
 _TICKET = Ticket("scenario", 0, "", 0, 0, b"", 0, b"")
 
 
@@ -59,8 +60,8 @@ class Driver:
             core_configuration(scenario.config), self._connector if scenario.config.kv_connector else None
         )
         self._planned: deque[ScheduledStep] = deque()
-        self._loads: dict[str, int] = {}  # id -> generation, under way
-        self._sends: dict[str, int] = {}
+        self._loads: dict[str, int | None] = {}  # id -> generation, under way
+        self._sends: dict[str, int | None] = {}  # None: it ended without blocks, so there is nothing to settle
         self._num_added = 0
         self._now = 0.0
 
@@ -170,8 +171,10 @@ class Driver:
             for place, name in enumerate(getattr(update, kind)):
                 if name not in under_way:
                     raise NotAScenario(f"{path}.{kind}[{place}]", f"nothing of {name!r} is under way")
-                report = BlocksLanded if kind == "received" else BlocksSent
-                self._core.apply(report(name, under_way.pop(name)), self._now)
+                generation = under_way.pop(name)
+                if generation is not None:
+                    report = BlocksLanded if kind == "received" else BlocksSent
+                    self._core.apply(report(name, generation), self._now)
         if update.drafts and self._scenario.config.async_scheduling:
             raise NotAScenario(f"{path}.drafts", "not with async_scheduling")
         for name, drafts in update.drafts.items():
@@ -209,6 +212,8 @@ class Driver:
                         output[effect.request_id] = list(effect.token_ids)
                     if effect.finish_reason is not None:
                         finished[effect.request_id] = effect.finish_reason.value
+                        if effect.finish_reason in _SENDING and effect.request_id in self._connector.delay_free:
+                            self._sends.setdefault(effect.request_id, None)
         return {"finished": finished, "output": output}
 
     def _state(self) -> Observation:
