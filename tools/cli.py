@@ -26,6 +26,7 @@ COMMANDS = {
     "router": Entry("tools.router:router", "Pair prefill with decode engines behind one address."),
     "load": Entry("tools.load.command:load", "Measure a server with random prompts in a closed loop."),
     "steps": Entry("tools.steps:steps", "Run a scheduler scenario step by step."),
+    "replay": Entry("tools.replay:replay", "Run the scheduler over a step log again; demand the same plans."),
     "fetch-model": Entry("tools.fetch_model:fetch_model", "Put a model into the local store."),
 }
 

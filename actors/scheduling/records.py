@@ -93,6 +93,13 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     plan: StepPlan
 
 
+class PlanFailed(msgspec.Struct, frozen=True, array_like=True, tag="plan failed"):
+    """`schedule(now)` raised; the engine ended with it, and this is the log's last record of the core."""
+
+    now: float
+    error: str
+
+
 class RequestNote(msgspec.Struct, frozen=True, array_like=True, tag="request"):
     """From the request's `arrival` to `submitted` it was the API's, from there to its `Added` the AdmissionActor's."""
 
@@ -122,4 +129,4 @@ Input = (
     | PrefixCacheReset
     | EffectsTaken
 )
-Record = Header | Input | Planned | RequestNote | StepNote
+Record = Header | Input | Planned | PlanFailed | RequestNote | StepNote
