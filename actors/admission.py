@@ -26,6 +26,7 @@ from actors.messages.admission import (
     StoryOf,
     SubmitRequest,
 )
+from actors.messages.control import ControlMessage, PauseScheduler, ResetPrefixCache, ResumeScheduler
 from actors.messages.errors import KvyardError, RefusalReason, RequestRefused
 from actors.messages.request import EngineRequest, RequestOutput, StoryInterval
 from actors.messages.supervision import Drain
@@ -34,9 +35,17 @@ from actors.outbox import Outbox
 from actors.output_stream import OutputStream
 
 AdmissionMessage = (
-    SubmitRequest | AbortRequest | PublishOutputs | StoryOf | ReportBlocks | ResponseClosed | ReleaseTicket | Drain
+    SubmitRequest
+    | AbortRequest
+    | PublishOutputs
+    | StoryOf
+    | ReportBlocks
+    | ControlMessage
+    | ResponseClosed
+    | ReleaseTicket
+    | Drain
 )
-SchedulerOrder = AddRequest | AbortRequest | StoryOf | ReportBlocks
+SchedulerOrder = AddRequest | AbortRequest | StoryOf | ReportBlocks | ControlMessage
 
 FINISHED_STORIES = 1024
 ASK_SECONDS = 5.0
@@ -114,6 +123,9 @@ class AdmissionActor(Actor[AdmissionMessage]):
                 self._tell_story(message, reply)
             case ReportBlocks():
                 self.tasks.start_soon(self._forward, message, reply)
+            case PauseScheduler() | ResumeScheduler() | ResetPrefixCache():
+                self._last_first_token = None  # how long a pause lasts says nothing of how fast the queue moves
+                self.tasks.start_soon(self._forward_control, message, reply)
             case ReleaseTicket():
                 self._releases.post(message)
             case Drain():
@@ -153,6 +165,11 @@ class AdmissionActor(Actor[AdmissionMessage]):
         if request.request_id in self._live:
             raise RequestRefused(
                 RefusalReason.INVALID_REQUEST, f"a request with id {request.request_id!r} is running already"
+            )
+        if num_prompt < 1 or request.max_tokens < 1:
+            raise RequestRefused(
+                RefusalReason.INVALID_REQUEST,
+                f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}; each must be at least 1",
             )
         if num_prompt + request.max_tokens > limits.max_model_len:
             raise RequestRefused(
@@ -238,8 +255,16 @@ class AdmissionActor(Actor[AdmissionMessage]):
         else:
             reply.send(None)
 
-    async def _forward(self, message: StoryOf | ReportBlocks, reply: Reply) -> None:
+    async def _forward_control(self, message: ControlMessage, reply: Reply) -> None:
+        """Behind the requests that came before it. How long it may take is the asker's to say: a pause with mode wait
+        is reached when the last request has run, or another takes its place."""
+        await self._orders.flushed()
+        await self._forward(message, reply, math.inf)
+
+    async def _forward(
+        self, message: StoryOf | ReportBlocks | ControlMessage, reply: Reply, seconds: float = ASK_SECONDS
+    ) -> None:
         try:
-            reply.send(await self._scheduler.ask(message, ASK_SECONDS))
+            reply.send(await self._scheduler.ask(message, seconds))
         except KvyardError as error:
             reply.fail(error)

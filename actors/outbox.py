@@ -23,12 +23,19 @@ class Outbox(Generic[M]):
 
     def __init__(self, receiver: Address[M]) -> None:
         self._receiver = receiver
-        self._waiting: deque[M] = deque()
+        self._waiting: deque[M | anyio.Event] = deque()
         self._filled = anyio.Event()
 
     def post(self, message: M) -> None:
         self._waiting.append(message)
         self._filled.set()
+
+    async def flushed(self) -> None:
+        """Returns when all that was posted before has been told: what the caller sends then does not overtake it."""
+        passed = anyio.Event()
+        self._waiting.append(passed)
+        self._filled.set()
+        await passed.wait()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -38,5 +45,9 @@ class Outbox(Generic[M]):
             await self._filled.wait()
             self._filled = anyio.Event()
             while self._waiting:
-                await self._receiver.tell(self._waiting[0])
+                first = self._waiting[0]
+                if isinstance(first, anyio.Event):
+                    first.set()
+                else:
+                    await self._receiver.tell(first)
                 self._waiting.popleft()

@@ -24,6 +24,7 @@ from actors.messages.admission import (
     StoryOf,
     Tick,
 )
+from actors.messages.control import ControlMessage, PauseScheduler, ResetPrefixCache, ResumeScheduler
 from actors.messages.errors import ActorFailed
 from actors.messages.plan import StepFailed, StepPlan, StepResult
 from actors.messages.request import RequestOutput
@@ -41,10 +42,21 @@ from actors.messages.transfer import (
     TransferReport,
 )
 from actors.observer import Observer
+from actors.pausing import Pausing
 from actors.scheduling.core import SchedulerCore
 from actors.worker_settings import SCHEDULER_WINDOW
 
-SchedulerMessage = AddRequest | AbortRequest | StoryOf | ReportBlocks | StepResult | StepFailed | TransferReport | Tick
+SchedulerMessage = (
+    AddRequest
+    | AbortRequest
+    | StoryOf
+    | ReportBlocks
+    | ControlMessage
+    | StepResult
+    | StepFailed
+    | TransferReport
+    | Tick
+)
 
 
 class SchedulerActor(Actor[SchedulerMessage]):
@@ -65,6 +77,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._core, self._clock, self._observer, self._watchdog = core, clock, observer, watchdog
         self._failed_load = "recomputed" if recompute_failed_loads else "failed"
         self._depth = depth
+        self._pausing = Pausing(core)
         self._in_flight: dict[int, tuple[StepPlan, float]] = {}
         self._alarm = anyio.CancelScope()
         self._stats = EngineStats()
@@ -90,6 +103,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 reply.send(self._core.story(message.request_id))
             case ReportBlocks():
                 reply.send(self._core.blocks_report(now))
+            case PauseScheduler() | ResumeScheduler() | ResetPrefixCache():
+                self._pausing.receive(message, reply, now)
             case StepFailed():
                 raise ActorFailed("executor", f"step {message.step}: {message.error}")
             case Tick():
@@ -101,7 +116,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
     async def settled(self) -> None:
         now = self._clock()
         self._core.expire(now)
-        while len(self._in_flight) < self._depth and self._core.has_runnable():
+        self._pausing.before_planning(now, len(self._in_flight))
+        while self._may_plan():
             plan = self._core.schedule(now)
             if not plan.request_ids:
                 continue  # it may have preempted only: then it can plan again, else nothing is runnable any more
@@ -109,9 +125,14 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._watchdog.step_dispatched(plan.step, plan.num_tokens, now)
             await self._executor.tell(plan)
         await self._deliver()
+        self._pausing.after_delivery(len(self._in_flight))
         deadline = self._core.next_deadline()
         self._alarm.deadline = math.inf if deadline is None else deadline
         self._publish_stats(now)
+
+    def _may_plan(self) -> bool:
+        has_place = len(self._in_flight) < self._depth
+        return has_place and not self._pausing.holds_plans and self._core.has_runnable()
 
     def _complete(self, result: StepResult, now: float) -> None:
         self._core.apply(result, now)
@@ -151,7 +172,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         stats = self._core.stats()
         # Whoever waits while others hold blocks waits rightly; with all blocks free somebody should have been admitted.
         nobody_holds = not (stats.blocks_held + stats.blocks_fenced + stats.blocks_leased + stats.blocks_quarantined)
-        should_run = stats.running > 0 or (stats.waiting > 0 and nobody_holds)
+        should_admit = stats.paused == "none" and stats.waiting > 0 and nobody_holds
+        should_run = stats.paused != "all" and (stats.running > 0 or should_admit)
         self._watchdog.runnable(should_run and not self._in_flight, now)
         if stats != self._stats:
             self._stats = stats

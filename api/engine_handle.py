@@ -10,12 +10,16 @@ import msgspec
 from actors.configuration import EngineConfiguration
 from actors.kernel.address import Address
 from actors.messages.admission import AbortRequest, ReportBlocks, ResponseClosed, StoryOf, SubmitRequest
+from actors.messages.control import ControlMessage
 from actors.messages.model import ModelDescription
 from actors.messages.transfer import ReleaseTicket
 from api.metrics import EngineMetrics
 
-# SubmitRequest is answered with an OutputStream, StoryOf with RequestStory | None, ReportBlocks with BlocksReport.
-AdmissionMessage = SubmitRequest | AbortRequest | ResponseClosed | ReleaseTicket | StoryOf | ReportBlocks
+# SubmitRequest is answered with an OutputStream, StoryOf with RequestStory | None, ReportBlocks with BlocksReport; of
+# control messages see actors/messages/control.py.
+AdmissionMessage = (
+    SubmitRequest | AbortRequest | ResponseClosed | ReleaseTicket | StoryOf | ReportBlocks | ControlMessage
+)
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from actors.messages.admission import GrantReport
+
 PauseMode = Literal["abort", "wait", "keep"]
 
 
@@ -44,6 +46,7 @@ class PrefixCacheReport(msgspec.Struct, frozen=True, tag=True):
 
     done: bool
     blocks_held: int  # usable blocks that are not free
+    grants: tuple[GrantReport, ...] = ()  # who holds them
 
 
 ControlMessage = PauseScheduler | ResumeScheduler | ResetPrefixCache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -19,3 +21,4 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_hit_tokens_total: int = 0
     preemptions_total: int = 0
     late_events_total: int = 0
+    paused: Literal["none", "new", "all"] = "none"  # "new": nobody is admitted, "all": nothing is scheduled
