@@ -155,7 +155,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
         self._live[request.request_id] = _Live(stream, len(request.prompt_token_ids))
         self._waiting_requests += 1
         self._waiting_tokens += len(request.prompt_token_ids)
-        self._orders.post(AddRequest(request))
+        self._orders.post(AddRequest(request, submitted=self._clock()))
         reply.send(stream)
 
     def _check(self, request: EngineRequest) -> None:

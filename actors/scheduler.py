@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import anyio
 
@@ -44,6 +45,8 @@ from actors.messages.transfer import (
 from actors.observer import Observer
 from actors.pausing import Pausing
 from actors.scheduling.core import SchedulerCore
+from actors.scheduling.records import RequestNote, StepNote
+from actors.step_log.writer import NoStepLog, RecordSink
 from actors.worker_settings import SCHEDULER_WINDOW
 
 SchedulerMessage = (
@@ -59,6 +62,17 @@ SchedulerMessage = (
 )
 
 
+class Dispatched(NamedTuple):
+    """A step that its result has not come back of. Times of the engine's clock, seconds."""
+
+    plan: StepPlan
+    planned: float  # schedule() was called
+    sent: float  # it had answered
+
+    def note(self, returned: float, published: float) -> StepNote:
+        return StepNote(self.plan.step, self.sent - self.planned, self.sent, returned, published)
+
+
 class SchedulerActor(Actor[SchedulerMessage]):
     mailbox_size = SCHEDULER_WINDOW
 
@@ -71,14 +85,19 @@ class SchedulerActor(Actor[SchedulerMessage]):
         watchdog: Watchdog,
         recompute_failed_loads: bool,
         depth: int = 1,
+        step_log: RecordSink | None = None,
     ) -> None:
-        """`depth`: most steps in flight. The others' addresses come with `connect`, since they need this one's."""
+        """`depth`: most steps in flight. `step_log`: where a recorded core writes; it gets notes of what the core
+        cannot see. The others' addresses come with `connect`, since they need this one's.
+        """
         super().__init__("scheduler")
         self._core, self._clock, self._observer, self._watchdog = core, clock, observer, watchdog
         self._failed_load = "recomputed" if recompute_failed_loads else "failed"
         self._depth = depth
         self._pausing = Pausing(core)
-        self._in_flight: dict[int, tuple[StepPlan, float]] = {}
+        self._step_log: RecordSink = NoStepLog() if step_log is None else step_log
+        self._in_flight: dict[int, Dispatched] = {}
+        self._returned: list[tuple[Dispatched, float]] = []  # with the time; their outputs are not handed on yet
         self._alarm = anyio.CancelScope()
         self._stats = EngineStats()
 
@@ -96,6 +115,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
             case StepResult():
                 self._complete(message, now)
             case AddRequest():
+                self._step_log.write(RequestNote(message.request.request_id, message.submitted))
                 self._core.add(message.request, now)
             case AbortRequest():
                 self._core.abort(message.request_id, now, message.reason)
@@ -118,10 +138,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._core.expire(now)
         self._pausing.before_planning(now, len(self._in_flight))
         while self._may_plan():
+            planned = self._clock()
             plan = self._core.schedule(now)
             if not plan.request_ids:
                 continue  # it may have preempted only: then it can plan again, else nothing is runnable any more
-            self._in_flight[plan.step] = (plan, now)
+            self._in_flight[plan.step] = Dispatched(plan, planned, self._clock())
             self._watchdog.step_dispatched(plan.step, plan.num_tokens, now)
             await self._executor.tell(plan)
         await self._deliver()
@@ -129,6 +150,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         deadline = self._core.next_deadline()
         self._alarm.deadline = math.inf if deadline is None else deadline
         self._publish_stats(now)
+        self._step_log.flush()
 
     def _may_plan(self) -> bool:
         has_place = len(self._in_flight) < self._depth
@@ -138,9 +160,10 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._core.apply(result, now)
         if result.step not in self._in_flight:
             return  # the core has counted it as late
-        plan, dispatched = self._in_flight.pop(result.step)
+        step = self._in_flight.pop(result.step)
+        self._returned.append((step, now))
         self._watchdog.step_completed(result.step, now)
-        self._observer.step_completed(plan.num_tokens, len(plan.request_ids), now - dispatched)
+        self._observer.step_completed(step.plan.num_tokens, len(step.plan.request_ids), now - step.planned)
 
     async def _deliver(self) -> None:
         outputs: list[RequestOutput] = []
@@ -151,6 +174,10 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 await self._transfer.tell(effect)
         if outputs:
             await self._admission.tell(PublishOutputs(tuple(outputs)))
+        published = self._clock()
+        for step, returned in self._returned:
+            self._step_log.write(step.note(returned, published))
+        self._returned.clear()
 
     def _observe(self, report: TransferReport) -> None:
         match report:
