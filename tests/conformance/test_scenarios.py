@@ -9,14 +9,16 @@ import pytest
 from tools.scenarios.driver import Driver, first_difference
 from tools.scenarios.format import parse
 
-FILES = sorted((Path(__file__).parent / "scenarios").glob("*.json"))
+FOLDER = Path(__file__).parent / "scenarios"
+FILES = sorted(FOLDER.glob("*.json"))
+RANDOM = sorted((FOLDER / "random").glob("*.json"))
 
 
 def test_the_scenarios_are_here() -> None:
-    assert len(FILES) == 54
+    assert (len(FILES), len(RANDOM)) == (54, 100)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *RANDOM], ids=lambda file: file.stem)
 def test_scenario_agrees(file: Path) -> None:
     scenario = parse(file.read_bytes())
     assert any(action.expect for action in scenario.actions)
