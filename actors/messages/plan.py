@@ -21,7 +21,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
 
 
-class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Forward pass `step`. New and resumed requests are in `new_requests`; their rows follow in the columns too."""
 
     step: int
@@ -42,7 +42,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return sum(memoryview(self.num_scheduled_tokens).cast("i"))
 
 
-class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What step `step` sampled. Rows are those of the plan; a row has `num_sampled` tokens of `sampled_token_ids`."""
 
     step: int
@@ -52,7 +52,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     sample_s: float = 0.0
 
 
-class StepFailed(msgspec.Struct, frozen=True, tag=True):
+class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The forward pass raised. The engine ends: its device state is unknown."""
 
     step: int

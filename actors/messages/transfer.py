@@ -66,19 +66,19 @@ class RevokeLease(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, tag=True):
+class LeaseGranted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     generation: int
     ticket: Ticket
 
 
-class LeaseDenied(msgspec.Struct, frozen=True, tag=True):
+class LeaseDenied(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     generation: int
     reason: str
 
 
-class BlocksLanded(msgspec.Struct, frozen=True, tag=True):
+class BlocksLanded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All blocks are on the device, their checksums are right and the lease's owner said "good"."""
 
     request_id: str
@@ -87,7 +87,7 @@ class BlocksLanded(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-class TransferFailed(msgspec.Struct, frozen=True, tag=True):
+class TransferFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No block of this load may be used. `quarantined`: bytes may still land in them; `BlocksQuiet` will follow."""
 
     request_id: str
@@ -100,26 +100,26 @@ class TransferFailed(msgspec.Struct, frozen=True, tag=True):
     peer_engine_id: str = ""
 
 
-class BlocksQuiet(msgspec.Struct, frozen=True, tag=True):
+class BlocksQuiet(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The quarantined READ has ended for good: its blocks are free."""
 
     request_id: str
     generation: int
 
 
-class BlocksSent(msgspec.Struct, frozen=True, tag=True):
+class BlocksSent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The reader released the lease, having read or refused."""
 
     request_id: str
     generation: int
 
 
-class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
+class LeaseExpired(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     generation: int
 
 
-class PeerLost(msgspec.Struct, frozen=True, tag=True):
+class PeerLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The control connection to a peer ended. Its loads fail on their own; this is for the metrics and the log."""
 
     engine_id: str
