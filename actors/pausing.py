@@ -68,10 +68,10 @@ class Pausing:
     def _pause(self, mode: PauseMode, reply: Reply, now: float) -> None:
         core = self._core
         core.pause("all" if mode == "keep" else "new")
-        self._supersede()
         request_ids = core.live_request_ids() if mode == "abort" else []
         for request_id in request_ids:
             core.abort(request_id, now, "the engine was paused")
+        self._supersede()
         self._open = _OpenPause(mode, len(request_ids), reply)
 
     def _supersede(self) -> None:

@@ -7,6 +7,7 @@ Counters whose actor reports a running total are read from the last report, so t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -62,6 +63,9 @@ class EngineMetrics:
         )
         self._step = Histogram("kvyard_step_seconds", "Steps, plan to result", buckets=STEP, registry=registry)
         self._step_tokens = Counter("kvyard_step_tokens", "Tokens computed in steps", registry=registry)
+        self._step_log_failed = Gauge(
+            "kvyard_step_log_failed", "1 when the step log could not be written any more", registry=registry
+        )
         # `engine`, not `engine_id`: that label is the router's to add.
         Gauge("kvyard_engine_info", "1, labelled with the engine's id", ["engine"], registry=registry).labels(
             engine_id
@@ -76,6 +80,10 @@ class EngineMetrics:
     def exposition(self) -> tuple[bytes, str]:
         """The registry as text, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    @property
+    def paused(self) -> Literal["none", "new", "all"]:
+        return self._stats.latest.paused
 
     # What the endpoint measures.
 
@@ -104,6 +112,9 @@ class EngineMetrics:
         self._received.inc(num_bytes)
         if outcome == "landed":
             self._transfer.observe(seconds)
+
+    def step_log_failed(self) -> None:
+        self._step_log_failed.set(1)
 
     def blocks_sent(self, num_bytes: int) -> None:
         self._sent.inc(num_bytes)
@@ -136,6 +147,12 @@ class _StatsCollector(Collector):
         for state in ("free", "held", "fenced", "leased", "quarantined"):
             blocks.add_metric([state], getattr(stats, f"blocks_{state}"))
         yield blocks
+        paused = GaugeMetricFamily(
+            "kvyard_paused", "1: an operator has stopped admission (new) or all scheduling (all)", labels=["mode"]
+        )
+        for mode in ("new", "all"):
+            paused.add_metric([mode], float(stats.paused == mode))
+        yield paused
         yield CounterMetricFamily(
             "kvyard_prefix_cache_hit_tokens", "Prompt tokens found in the cache", value=stats.prefix_hit_tokens_total
         )

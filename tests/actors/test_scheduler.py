@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from actors.configuration import SchedulerConfiguration
@@ -41,40 +42,61 @@ CONFIGURATION = SchedulerConfiguration(
 
 
 class Sampler(Actor[StepPlan]):
-    """Answers a plan when it is told to go on; `most_in_flight` says how many it ever had unanswered."""
+    """Answers a plan at once, or while it is told to hold when `go_on` is called: with token 7, or with `token_at` of
+    the position to be filled."""
 
     def __init__(self) -> None:
         super().__init__("executor")
         self.plans: list[StepPlan] = []
         self.results: Any = None
-        self.fail = False
-        self.unanswered = self.most_in_flight = 0
+        self.fail = self.hold = False
+        self.token_at: Callable[[int], int] = lambda position: 7
+        self.unanswered: list[StepPlan] = []
+        self.most_in_flight = 0
+        self._planned = anyio.Event()
 
     async def receive(self, message: StepPlan, reply: Reply) -> None:
         self.plans.append(message)
-        self.unanswered += 1
-        self.most_in_flight = max(self.most_in_flight, self.unanswered)
-        self.tasks.start_soon(self._answer, message)
+        self.unanswered.append(message)
+        self.most_in_flight = max(self.most_in_flight, len(self.unanswered))
+        self._planned.set()
+        if not self.hold:
+            self.tasks.start_soon(self._answer)
 
-    async def _answer(self, plan: StepPlan) -> None:
+    async def until(self, plans: int) -> None:
+        while len(self.plans) < plans:
+            self._planned = anyio.Event()
+            await self._planned.wait()
+
+    async def go_on(self) -> None:
+        """Answers what is held, and whatever comes, at once."""
+        self.hold = False
+        while self.unanswered:
+            await self._answer()
+
+    async def _answer(self) -> None:
+        plan = self.unanswered.pop(0)
         if self.fail:
             await self.results.tell(StepFailed(plan.step, "out of memory"))
             return
-        self.unanswered -= 1
-        tokens = array("i", [7] * sum(array("i", plan.num_sampled)))
+        starts, counts = array("i", plan.num_computed_tokens), array("i", plan.num_scheduled_tokens)
+        tokens = array("i")
+        for row, num_sampled in enumerate(array("i", plan.num_sampled)):
+            tokens.extend([self.token_at(starts[row] + counts[row])] * num_sampled)
         await self.results.tell(StepResult(plan.step, plan.num_sampled, tokens.tobytes()))
 
 
 class Loop:
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 1) -> None:
         self.metrics, self.watchdog = EngineMetrics("test"), Watchdog(100)
-        self.core = SchedulerCore(CONFIGURATION)
+        self.core = SchedulerCore(msgspec.structs.replace(CONFIGURATION, async_scheduling=depth > 1))
         self.actor = SchedulerActor(
             self.core,
             clock=time.monotonic,
             observer=self.metrics,
             watchdog=self.watchdog,
             recompute_failed_loads=True,
+            depth=depth,
         )
         self.address = self.actor.address
         self.executor, self.admission, self.transfer = Sampler(), Recorder("admission"), Recorder("transfer")
@@ -100,9 +122,9 @@ class Loop:
 
 
 @asynccontextmanager
-async def a_loop() -> AsyncIterator[tuple[Loop, ActorSystem]]:
+async def a_loop(depth: int = 1) -> AsyncIterator[tuple[Loop, ActorSystem]]:
     async with ActorSystem() as system:
-        loop = Loop()
+        loop = Loop(depth)
         for actor in (loop.executor, loop.admission, loop.transfer, loop.actor):
             await system.start(actor)
         with anyio.fail_after(20):
