@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
+from importlib.metadata import version
 
 import anyio
 from anyio.abc import TaskGroup
@@ -23,6 +25,9 @@ from actors.messages.supervision import Drain
 from actors.observer import Observer
 from actors.scheduler import SchedulerActor
 from actors.scheduling.core import SchedulerCore
+from actors.scheduling.recorded import RecordedCore
+from actors.scheduling.records import Header
+from actors.step_log.writer import NO_STEP_LOG, RecordSink, StepLog
 from actors.worker_process import WorkerProcess
 from actors.worker_settings import WorkerSettings
 
@@ -51,15 +56,21 @@ class EngineActors:
         """Returns when the worker has loaded the weights. Raises ConfigurationError, with no worker left."""
         max_model_len = context_limit(configuration, description)
         capacity = kv_capacity(configuration, description)
+        settings = worker_settings(configuration, description, capacity)
+        core_configuration = scheduler_configuration(configuration, capacity, max_model_len)
+        step_log = open_step_log(configuration, core_configuration, observer)
+        core = SchedulerCore(core_configuration)
+        if configuration.step_log is not None:
+            core = RecordedCore(core_configuration, step_log.write)
         scheduler = SchedulerActor(
-            SchedulerCore(scheduler_configuration(configuration, capacity, max_model_len)),
+            core,
             clock=time.monotonic,
             observer=observer,
             watchdog=watchdog,
             recompute_failed_loads=configuration.kv_load_failure_policy == "recompute",
             depth=configuration.async_depth,
+            step_log=step_log,
         )
-        settings = worker_settings(configuration, description, capacity)
         environment = {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         worker = await WorkerProcess.start(settings, system, tasks, scheduler.address, environment)
         try:
@@ -77,6 +88,7 @@ class EngineActors:
             ready = await worker.ready()
             watchdog.warmed_up(ready.seconds_per_token)
         except BaseException:
+            step_log.close()
             with anyio.CancelScope(shield=True):
                 await worker.stop()
             raise
@@ -162,6 +174,27 @@ def scheduler_configuration(
         load_timeout_s=configuration.kv_load_timeout,
         fence_frees=True,
     )
+
+
+def open_step_log(configuration: EngineConfiguration, core: SchedulerConfiguration, observer: Observer) -> RecordSink:
+    """Raises ConfigurationError where --step-log cannot be written. The SchedulerActor closes it."""
+    if configuration.step_log is None:
+        return NO_STEP_LOG
+    assert configuration.engine_id is not None
+    hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+    header = Header(
+        engine_id=configuration.engine_id,
+        epoch=configuration.epoch,
+        role=configuration.role,
+        configuration=core,
+        async_depth=configuration.async_depth,
+        kvyard_version=version("kvyard"),
+        python_version=platform.python_version(),
+        hash_seed="" if hash_seed == "random" else hash_seed,
+        started_unix=time.time(),
+        started=time.monotonic(),
+    )
+    return StepLog.open(configuration.step_log, header, observer.step_log_failed)
 
 
 def worker_settings(configuration: EngineConfiguration, description: ModelDescription, capacity: int) -> WorkerSettings:

@@ -13,6 +13,9 @@ class Observer(Protocol):
     def load_ended(self, outcome: str, seconds: float, num_bytes: int) -> None:
         """outcome: "landed" | "failed" | "recomputed"."""
 
+    def step_log_failed(self) -> None:
+        """The engine goes on without its step log."""
+
     def blocks_sent(self, num_bytes: int) -> None: ...
     def lease_expired(self) -> None: ...
     def peer_lost(self, engine_id: str) -> None: ...

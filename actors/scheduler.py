@@ -46,7 +46,7 @@ from actors.observer import Observer
 from actors.pausing import Pausing
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.records import RequestNote, StepNote
-from actors.step_log.writer import NoStepLog, RecordSink
+from actors.step_log.writer import NO_STEP_LOG, RecordSink
 from actors.worker_settings import SCHEDULER_WINDOW
 
 SchedulerMessage = (
@@ -85,7 +85,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         watchdog: Watchdog,
         recompute_failed_loads: bool,
         depth: int = 1,
-        step_log: RecordSink | None = None,
+        step_log: RecordSink = NO_STEP_LOG,
     ) -> None:
         """`depth`: most steps in flight. `step_log`: where a recorded core writes; it gets notes of what the core
         cannot see. The others' addresses come with `connect`, since they need this one's.
@@ -95,7 +95,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._failed_load = "recomputed" if recompute_failed_loads else "failed"
         self._depth = depth
         self._pausing = Pausing(core)
-        self._step_log: RecordSink = NoStepLog() if step_log is None else step_log
+        self._step_log = step_log
         self._in_flight: dict[int, Dispatched] = {}
         self._returned: list[tuple[Dispatched, float]] = []  # with the time; their outputs are not handed on yet
         self._alarm = anyio.CancelScope()
@@ -108,6 +108,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     async def started(self) -> None:
         self.tasks.start_soon(self._ring)
+
+    async def stopped(self) -> None:
+        self._step_log.close()
 
     async def receive(self, message: SchedulerMessage, reply: Reply) -> None:
         now = self._clock()

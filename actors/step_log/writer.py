@@ -34,6 +34,9 @@ class RecordSink(Protocol):
     def flush(self) -> None:
         """What was written so far outlives this process."""
 
+    def close(self) -> None:
+        """Nothing follows; harmless the second time."""
+
 
 class NoStepLog:
     def write(self, record: Record) -> None:
@@ -42,9 +45,15 @@ class NoStepLog:
     def flush(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
+
+NO_STEP_LOG = NoStepLog()
+
 
 class StepLog:
-    """Made by `open`. `close` gives the file its end mark."""
+    """Made by `open`. `close` gives the file its end mark; what is written after it goes nowhere."""
 
     def __init__(self, path: Path, descriptor: int, failed: Callable[[], None]) -> None:
         self.path = path
@@ -95,7 +104,6 @@ class StepLog:
             self._write_out(zlib.Z_SYNC_FLUSH)
 
     def close(self) -> None:
-        """Harmless the second time."""
         self._write_out(zlib.Z_FINISH)
         if self._descriptor is not None:
             os.close(self._descriptor)

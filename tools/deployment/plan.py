@@ -5,6 +5,7 @@ A member keeps its name and port for as long as `up` runs; only its epoch rises 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -83,6 +84,7 @@ def deployment_of(
                         kv_secret_file=secret_file,
                         threads=threads,
                         max_body_bytes=engine.max_body_bytes + TICKET_ROOM,
+                        step_log=engine.step_log and os.path.join(engine.step_log, f"{name}.steplog"),
                     ),
                     skip={"api_key", "epoch"},
                 ),

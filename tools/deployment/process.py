@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import aiohttp
 import anyio
@@ -17,6 +18,7 @@ import msgspec
 
 from actors.configuration import EngineConfiguration, UpConfiguration
 from actors.kernel.process import spawn
+from actors.messages.errors import ConfigurationError
 from tools.deployment.addresses import check_free, free_ports
 from tools.deployment.inquiry import ANSWER_S, Inquiry
 from tools.deployment.plan import ENGINE_HOST, KVYARD, deployment_of, engine_roles
@@ -28,6 +30,8 @@ SECRET_BYTES = 32
 async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, command: Sequence[str] = KVYARD) -> int:
     """The exit code. `command` starts this program's tools. Raises ConfigurationError when nothing could be started."""
     check_free(up.host, up.port)
+    if engine.step_log is not None:
+        engine = msgspec.structs.replace(engine, step_log=folder_of_step_logs(engine.step_log))
     seed = secrets.randbits(64)
     if up.port == 0:
         up = msgspec.structs.replace(up, port=free_ports(1, up.host, seed)[0])
@@ -61,6 +65,16 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, comma
                     clock=anyio.current_time,
                     drain_timeout=engine.drain_timeout,
                 )
+
+
+def folder_of_step_logs(folder: str) -> str:
+    """Absolute; made if it does not exist. Raises ConfigurationError."""
+    path = Path(folder).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--step-log {path} cannot be a folder for the step logs: {error.strerror}") from None
+    return str(path)
 
 
 async def _fetch_model(argv: Sequence[str], signals: AsyncIterator[object]) -> int | None:
