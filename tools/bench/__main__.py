@@ -7,7 +7,7 @@ import sys
 
 import click
 
-PARTS = ("transfer", "idle", "interference", "serving")
+PARTS = ("transfer", "step_log", "idle", "interference", "serving")
 
 
 @click.command()
