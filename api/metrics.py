@@ -7,7 +7,6 @@ Counters whose actor reports a running total are read from the last report, so t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -82,8 +81,9 @@ class EngineMetrics:
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     @property
-    def paused(self) -> Literal["none", "new", "all"]:
-        return self._stats.latest.paused
+    def stats(self) -> EngineStats:
+        """The scheduler's last report."""
+        return self._stats.latest
 
     # What the endpoint measures.
 

@@ -63,6 +63,7 @@ class RefusalReason(StrEnum):
     KV_LOAD_FAILED = "kv_load_failed"  # 502: policy "fail" and the prompt's KV blocks did not arrive
     KV_SEND_FAILED = "kv_send_failed"  # 503: a prefill engine cannot lease the blocks
     SLOW_READER = "slow_reader"  # the client reads slower than the engine writes, beyond the stream's bound
+    ABORTED = "aborted"  # 503: an operator has paused the engine and ended what it had
     INTERNAL = "internal_error"  # 500
 
     @property
@@ -80,6 +81,7 @@ _HTTP_STATUS = {
     RefusalReason.KV_LOAD_FAILED: 502,
     RefusalReason.KV_SEND_FAILED: 503,
     RefusalReason.SLOW_READER: 503,
+    RefusalReason.ABORTED: 503,
     RefusalReason.INTERNAL: 500,
 }
 

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from aiohttp import web
 
+from api.admin import PATHS, Admin
 from api.engine_handle import EngineHandle
 from api.middleware import add_request_id, openai_errors, request_ids, require_key
 from api.openai.completion import Completions
@@ -15,7 +16,7 @@ from api.openai.reports import Reports
 from api.openai.tokenizing import Tokenizer
 from api.serving import PORT
 
-PROTECTED = ("/v1", "/tokenize", "/debug")
+PROTECTED = ("/v1", "/tokenize", "/debug", "/admin")
 
 
 def make_app(
@@ -45,4 +46,7 @@ def make_app(
     app.router.add_get("/debug/blocks", reports.blocks)
     app.router.add_get("/debug/requests/{request_id}", reports.story)
     app.router.add_get("/debug/engine", reports.engine)
+    admin = Admin(engine)
+    for path in PATHS:
+        app.router.add_post(path, admin.order)
     return app

@@ -65,11 +65,14 @@ class Generation:
             raise StopAsyncIteration
         try:
             output = await anext(self._stream)
-            if output.finish_reason is FinishReason.ABORT:
-                raise RequestRefused(RefusalReason.INTERNAL, "the engine gave this request up")
         except RequestRefused:
             self._ended, self.abort_reason, self.outcome = True, None, "error"
             raise
+        if output.finish_reason is FinishReason.ABORT:
+            self._ended, self.abort_reason, self.outcome = True, None, "abort"
+            raise RequestRefused(
+                RefusalReason.ABORTED, "an operator paused the engine and ended this request; send it again"
+            )
         if output.finish_reason is not None:
             self.abort_reason = None
         self._measure(len(output.token_ids))

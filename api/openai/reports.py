@@ -101,6 +101,7 @@ class Reports:
                 "epoch": engine.epoch,
                 "healthy": health.healthy,
                 "reason": health.reason,
+                "paused": engine.metrics.stats.paused,
                 "model": served_model(engine),
                 "kv_layout": layout,
                 "transport": engine.transport,

@@ -17,16 +17,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from actors.configuration import RouterConfiguration
 from actors.messages.errors import RefusalReason
+from api.admin import PATHS
 from api.deadlines import TIMEOUT_HEADER, Timeout, header_seconds, read_body, shortest
 from api.errors import ApiError, InvalidRequest
 from api.middleware import REQUEST_ID, SANE_ID, add_request_id, openai_errors, request_ids, require_key
 from api.openai.bodies import convert, json_object
+from api.router.admin import RouterAdmin
 from api.router.fleet import Engine, Fleet
 from api.router.forward import Forwarder, Job, passed_on
 from api.router.metrics import RouterMetrics
 from api.router.upstream import Upstream, UpstreamFailed, read_all
 
-PROTECTED = ("/v1", "/tokenize", "/debug")
+PROTECTED = ("/v1", "/tokenize", "/debug", "/admin")
 ENGINE_SECONDS = 5.0  # for an engine's part of an answer that the router puts together
 
 
@@ -37,11 +39,12 @@ class RouterApp:
         fleet: Fleet,
         upstream: Upstream,
         forwarder: Forwarder,
+        admin: RouterAdmin,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._configuration, self._fleet, self._upstream = configuration, fleet, upstream
-        self._forwarder, self._metrics, self._clock = forwarder, metrics, clock
+        self._forwarder, self._admin, self._metrics, self._clock = forwarder, admin, metrics, clock
         self.draining = False
 
     def application(self, new_id: Callable[[], str]) -> web.Application:
@@ -62,6 +65,8 @@ class RouterApp:
         app.router.add_get("/debug/engines", self.engines)
         app.router.add_get("/debug/blocks", self.blocks)
         app.router.add_get("/debug/requests/{request_id}", self.story)
+        for path in PATHS:
+            app.router.add_post(path, self.admin)
         return app
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
@@ -77,6 +82,10 @@ class RouterApp:
         seconds = timeout_of(body, header, default)
         job = Job(request[REQUEST_ID], request.path, body, arrival + seconds)
         return await self._forwarder.forward(request, job)
+
+    async def admin(self, request: web.Request) -> web.Response:
+        self._refuse_when_draining()
+        return await self._admin.order(request)
 
     async def ask_any(self, request: web.Request) -> web.StreamResponse:
         """The first engine that answers; it is the same model everywhere."""

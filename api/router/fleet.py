@@ -1,8 +1,9 @@
 """Which engines there are, what their last probes said, and who is next. Pure: no clock, no IO.
 
 Round robin is "least recently used first", on each side, among the engines that may be used at all; so an engine that
-comes back neither gets a burst nor is forgotten. Invariant: `choose` and `decode_for` return only healthy engines, and
-a prefill engine only beside a decode engine that can read its blocks.
+comes back neither gets a burst nor is forgotten. A paused engine is well, requests may wait in it, but others go first.
+Invariant: `choose` and `decode_for` return only healthy engines, and a prefill engine only beside a decode engine that
+can read its blocks.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Engine:
     def epoch(self) -> int | None:
         return None if self.report is None else self.report.epoch
 
+    @property
+    def paused(self) -> str:
+        return "none" if self.report is None else self.report.paused
+
     def listing(self, unpaired: str) -> EngineListing:
         """`unpaired`: why a healthy engine has nobody to hand over to."""
         report = self.report
@@ -57,6 +62,7 @@ class Engine:
             epoch=self.epoch,
             healthy=self.healthy,
             reason=self.reason or unpaired,
+            paused=self.paused,
         )
 
 
@@ -193,7 +199,7 @@ class Fleet:
         if not engines:
             return None
         self._choices += 1
-        engine = min(engines, key=lambda each: each.last_used)
+        engine = min(engines, key=lambda each: (each.paused != "none", each.last_used))
         engine.last_used = self._choices
         return engine
 

@@ -15,6 +15,7 @@ import anyio
 
 from actors.configuration import RouterConfiguration
 from actors.messages.errors import ConfigurationError
+from api.router.admin import RouterAdmin
 from api.router.app import RouterApp
 from api.router.fleet import Fleet
 from api.router.forward import Forwarder
@@ -48,7 +49,8 @@ async def serve_router(
     async with Upstream.session() as session:
         upstream = Upstream(session, configuration.api_key)
         forwarder = Forwarder(fleet, upstream, waits, metrics, clock)
-        router = RouterApp(configuration, fleet, upstream, forwarder, metrics, clock)
+        admin = RouterAdmin(configuration, fleet, upstream, waits, clock)
+        router = RouterApp(configuration, fleet, upstream, forwarder, admin, metrics, clock)
         application = router.application(lambda: secrets.token_hex(12))
         runner, port = await serve(application, configuration.host, configuration.port)
         async with anyio.create_task_group() as tasks:

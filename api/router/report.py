@@ -22,6 +22,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     model: str | None = None
     kv_layout: dict[str, Any] | None = None
     transport: str | None = None
+    paused: str = "none"  # "new": nobody is admitted, "all": nothing is scheduled
     incompatible_peers: dict[str, str] = {}  # engine_id → both values of what differs
     max_model_len: int | None = None
 
@@ -37,3 +38,4 @@ class EngineListing(msgspec.Struct, frozen=True):
     epoch: int | None
     healthy: bool
     reason: str
+    paused: str

@@ -22,6 +22,7 @@ RETRY_AFTER_S = 1.0  # about one probe
 # Statuses below 500 that speak of the deployment (key, time), not of the client's request.
 _NOT_THE_CLIENT = frozenset({401, 403, 408})
 _FINAL_CODES = frozenset({RefusalReason.KV_LOAD_FAILED.value, RefusalReason.DEADLINE_EXCEEDED.value})
+_ABORTED = RefusalReason.ABORTED.value  # somebody wants this request gone: no other engine may take it up
 
 
 class AskPrefill(msgspec.Struct, frozen=True):
@@ -99,7 +100,7 @@ class Route:
                 self.retries.append("ticket_refused")
                 return self._ask_decode(self.asking.engine, now)
             return PassOn()
-        if isinstance(self.asking, AskDecode) and reply.code in _FINAL_CODES:
+        if reply.code == _ABORTED or (isinstance(self.asking, AskDecode) and reply.code in _FINAL_CODES):
             return PassOn()
         if reply.status == 429:
             self._full.append(RETRY_AFTER_S if reply.retry_after is None else reply.retry_after)

@@ -27,7 +27,7 @@ MODEL = "smollm2-135m-instruct"
 REFERENCES = Path(__file__).parents[1] / "references" / "greedy.json"
 # Beyond its deadline, for the answer to cross a loaded machine.
 PATIENCE_S = 5.0
-STATUS = {"engine_unavailable": 503, "deadline_exceeded": 504, "queue_full": 429}
+STATUS = {"engine_unavailable": 503, "aborted": 503, "deadline_exceeded": 504, "queue_full": 429}
 
 
 @cache

@@ -32,6 +32,7 @@ from actors.messages.admission import (
     StoryOf,
     SubmitRequest,
 )
+from actors.messages.control import PauseReport, PauseScheduler, PrefixCacheReport, ResetPrefixCache, ResumeScheduler
 from actors.messages.errors import RefusalReason, RequestRefused
 from actors.messages.lease import Ticket, prompt_digest
 from actors.messages.model import ModelDescription
@@ -73,6 +74,8 @@ class ScriptedAdmission(Actor[Any]):
         self.script = Script()
         self.script_of: Callable[[EngineRequest], Script] = lambda _: self.script
         self.messages: list[Any] = []
+        self.reports: list[PauseReport | PrefixCacheReport] = []  # for what is under /admin; none left: no answer
+        self._unanswered: list[Reply] = []
         self._end_token = end_token
         self._changed = anyio.Event()
 
@@ -85,6 +88,10 @@ class ScriptedAdmission(Actor[Any]):
                 reply.send(STORY if message.request_id == STORY.request_id else None)
             case ReportBlocks():
                 reply.send(BLOCKS)
+            case PauseScheduler() | ResumeScheduler() | ResetPrefixCache() if self.reports:
+                reply.send(self.reports.pop(0))
+            case PauseScheduler() | ResumeScheduler() | ResetPrefixCache():
+                self._unanswered.append(reply)
         self._changed.set()
 
     def _submit(self, request: EngineRequest, reply: Reply) -> None:

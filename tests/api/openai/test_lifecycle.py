@@ -186,8 +186,11 @@ async def test_a_request_that_the_engine_gives_up_is_an_error(description: Model
     async with serving(description) as server:
         server.admission.script = Script(((5000,),), given_up=True)
         status, body = await server.post(CHAT, HELLO)
-        assert (status, body["error"]["code"]) == (500, "internal_error")
-        assert await closings(server.admission) == [("closed", "error")]
+        assert (status, body["error"]["code"]) == (503, "aborted")
+        assert await closings(server.admission) == [("closed", "abort")]
+        async with server.http.post(server.url + CHAT, json={**HELLO, "stream": True}) as response:
+            *_, last = events(await response.read())
+        assert (response.status, last["error"]["code"]) == (200, "aborted")
 
 
 async def test_the_admission_actor_is_gone(description: ModelDescription) -> None:

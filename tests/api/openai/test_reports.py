@@ -41,6 +41,7 @@ async def test_debug_engine(description: ModelDescription) -> None:
     async with serving(description, role="decode") as server:
         server.engine.peers = {"prefill-1": "dtype: ours 'bfloat16', theirs 'float32'"}
         server.engine.verdict = Health(healthy=False, reason="hung")
+        server.engine.metrics.stats_changed(EngineStats(paused="new"))
         _, body = await server.get("/debug/engine")
         layout = body.pop("kv_layout")
         assert body == {
@@ -52,6 +53,7 @@ async def test_debug_engine(description: ModelDescription) -> None:
             "epoch": 7,
             "healthy": False,
             "reason": "hung",
+            "paused": "new",
             "model": MODEL,
             "transport": "tcp",
             "incompatible_peers": server.engine.peers,
@@ -124,6 +126,7 @@ async def test_metrics(description: ModelDescription) -> None:
                 blocks_quarantined=8,
                 prefix_hit_tokens_total=9,
                 preemptions_total=10,
+                paused="all",
             )
         )
         metrics.load_ended("landed", 0.25, 1000)
@@ -147,6 +150,8 @@ async def test_metrics(description: ModelDescription) -> None:
         ("kvyard_kv_blocks", "quarantined"): 8,
         ("kvyard_prefix_cache_hit_tokens_total",): 9,
         ("kvyard_preemptions_total",): 10,
+        ("kvyard_paused", "new"): 0,
+        ("kvyard_paused", "all"): 1,
         ("kvyard_requests_total", "stop"): 1,
         ("kvyard_requests_total", "length"): 1,
         ("kvyard_requests_total", "abort"): 0,

@@ -12,6 +12,7 @@ import anyio
 from aiohttp import web
 
 from actors.configuration import RouterConfiguration
+from api.admin import PATHS
 from api.router.process import serve_router
 
 KEY = "secret"
@@ -27,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class FakeEngine:
-    """`behave` answers completions. Everything that came in is in `requests`, headers and body."""
+    """`behave` answers completions, `obey` what is under /admin. What came in is in `requests` and `orders`."""
 
     def __init__(self, engine_id: str, behave: Behaviour | None = None, **report: Any) -> None:
         self.engine_id, self.role = engine_id, engine_id.partition("-")[0]
@@ -43,7 +44,9 @@ class FakeEngine:
             **report,
         }
         self.behave = behave or (hands_over if self.role == "prefill" else answers)
+        self.obey: Behaviour = obeys
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.orders: list[tuple[str, dict[str, str], bytes]] = []  # path, headers, body
         self.arrived, self.cancelled = anyio.Event(), anyio.Event()
         self.probes_hang = False
         self.url = ""
@@ -58,6 +61,8 @@ class FakeEngine:
         app = web.Application()
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._complete)
+        for path in PATHS:
+            app.router.add_post(path, self._order)
         app.router.add_get("/debug/engine", self._report)
         app.router.add_get("/debug/blocks", self._json({"usable": 4, "engine": self.engine_id}))
         app.router.add_get("/debug/requests/known", self._json({"intervals": [self.engine_id]}))
@@ -93,6 +98,11 @@ class FakeEngine:
             self.cancelled.set()
             raise
 
+    async def _order(self, request: web.Request) -> web.StreamResponse:
+        self.orders.append((request.path, dict(request.headers), await request.read()))
+        self.arrived.set()
+        return await self.obey(request, {})
+
     @staticmethod
     def _json(value: Any) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handler(request: web.Request) -> web.Response:
@@ -114,6 +124,10 @@ class FakeEngine:
 
 async def hands_over(request: web.Request, body: dict[str, Any]) -> web.Response:
     return web.json_response({"id": "p", "kv_transfer_params": {"ticket": "sealed"}})
+
+
+async def obeys(request: web.Request, body: dict[str, Any]) -> web.Response:
+    return web.json_response({"done": True})
 
 
 async def answers(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

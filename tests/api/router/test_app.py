@@ -149,7 +149,7 @@ async def test_debug_engines_is_the_list_of_the_design() -> None:
     prefill, decode = pair()
     async with deployment(prefill, decode) as router, router.get("/debug/engines") as answer:
         listed = await answer.json()
-    common = {"pid": 17, "healthy": True, "reason": ""}
+    common = {"pid": 17, "healthy": True, "reason": "", "paused": "none"}
     assert listed == [
         {"engine_id": "prefill-0", "role": "prefill", "url": prefill.url, "worker_pids": [31], "epoch": 1, **common},
         {"engine_id": "decode-0", "role": "decode", "url": decode.url, "worker_pids": [18], "epoch": 3, **common},

@@ -218,3 +218,14 @@ def test_every_route_ends_and_asks_only_whom_it_may(
     assert len(asked) <= prefill + decode + 1
     if isinstance(effect, Refuse) and effect.reason is RefusalReason.DEADLINE_EXCEEDED:
         assert now >= 100.0
+
+
+def test_a_request_that_an_operator_ended_is_taken_up_by_nobody() -> None:
+    route = route_of(2, 2)
+    route.start(0.0)
+    assert told(route.replied(Reply(503, "aborted"), 1.0)) == ("pass on",)
+    route = route_of(2, 2)
+    route.start(0.0)
+    route.prefilled(TICKET, 1.0)
+    assert told(route.replied(Reply(503, "aborted"), 2.0)) == ("pass on",)
+    assert route.retries == []
