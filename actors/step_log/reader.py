@@ -25,6 +25,7 @@ from actors.step_log.format import (
 
 # Bytes of the file read at once: the precision of an error's offset, and at most 1,032 times that much is inflated.
 PIECE = 4096
+_decode = msgspec.msgpack.Decoder(Record).decode
 _NO_HEADER = "empty, or cut off before its header was whole"
 
 
@@ -79,19 +80,18 @@ class StepLogReader(Iterator[Record]):
         raise WrongVersion(self.path, opening[len(MAGIC)])
 
     def _read_all(self) -> Iterator[Record]:
-        decode = msgspec.msgpack.Decoder(Record).decode
         inflate = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
         pending = bytearray()
         offset = began = len(OPENING)  # of the file: of this piece; of the piece in which the pending record begins
         with self._file:
             while piece := self._file.read(PIECE):
                 if inflate.eof:
-                    raise DamagedStepLog(self.path, offset, "bytes follow the end of the log")
+                    break
                 try:
                     pending += inflate.decompress(piece)
                     position = 0
                     while (end := _end_of_record(pending, position)) is not None:
-                        record = decode(memoryview(pending)[position + PREFIX.size : end].toreadonly())
+                        record = _decode(memoryview(pending)[position + PREFIX.size : end].toreadonly())
                         yield record
                         position, began = end, offset
                 except (zlib.error, _Damage, msgspec.DecodeError) as error:
@@ -99,8 +99,10 @@ class StepLogReader(Iterator[Record]):
                     raise DamagedStepLog(self.path, began, text) from None
                 del pending[:position]
                 offset += len(piece)
-            if inflate.eof and (inflate.unused_data or pending):
-                raise DamagedStepLog(self.path, began, "the log's end mark stands in the middle of it")
+            if inflate.unused_data:
+                raise DamagedStepLog(self.path, began, "bytes follow the end of the log")
+            if inflate.eof and pending:
+                raise DamagedStepLog(self.path, began, "the log ends in the middle of a record")
             self.truncated = not inflate.eof
 
 
