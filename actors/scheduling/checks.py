@@ -23,6 +23,8 @@ def check(state: SchedulerState) -> None:
     _check_cache(state)
     _check_queues(state)
     _check_owners(state)
+    encoder = state.encoder
+    _require(encoder.num_free + encoder.num_cached_tokens() == encoder.capacity, "the encoder cache does not add up")
     for request in state.requests.values():
         if request.status is not Status.FINISHED:
             _check_request(state, request)

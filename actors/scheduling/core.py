@@ -251,6 +251,10 @@ class SchedulerCore:
             ),
         )
 
+    def holds_encoder_output(self, request_id: str, item_hash: str) -> bool:
+        """Whether the request has a reference on the encoder output, cached or to be computed by a planned step."""
+        return self._state.encoder.is_held(request_id, item_hash)
+
     def check(self) -> None:
         """Raises InvariantBroken, with the request's story."""
         check(self._state)

@@ -46,6 +46,10 @@ class EncoderCache:
             budget -= item.length
         return num_tokens, to_run, budget
 
+    def can_never_hold(self, request: SchedulerRequest, budget: int) -> bool:
+        """Whether one of its items is larger than a whole step's budget, or than the whole cache."""
+        return any(item.length > min(budget, self.capacity) for item in request.encoder_inputs)
+
     def take(self, request: SchedulerRequest, items: list[EncoderInput]) -> None:
         for item in items:
             self.num_free -= item.length
@@ -60,6 +64,13 @@ class EncoderCache:
     def release_all(self, request: SchedulerRequest) -> None:
         for item in list(self._held_by.get(request.request_id, {}).values()):
             self._release(request.request_id, item)
+
+    def is_held(self, request_id: str, item_hash: str) -> bool:
+        return item_hash in self._held_by.get(request_id, {})
+
+    def num_cached_tokens(self) -> int:
+        held = {item_hash: max(lengths.values()) for item_hash, lengths in self._holders.items()}
+        return sum(held.values()) + sum(self._evictable.values())
 
     def _refer(self, request: SchedulerRequest, item: EncoderInput) -> None:
         self._evictable.pop(item.hash, None)

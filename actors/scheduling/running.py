@@ -34,6 +34,11 @@ def schedule_running(state: SchedulerState, step: ScheduledStep, now: float) -> 
         count = min(count, max_model_len - 1 - computed)
         if request.encoder_inputs and count > 0:
             count, runs, encoder_budget = state.encoder.fit(request, computed, count, step.encoder_budget)
+            if count == 0 and state.encoder.can_never_hold(request, config.encoder_budget):
+                text = f"it can never go on: it {state.encoder.shortage}"
+                state.end(request, FinishReason.ERROR, now, RefusalReason.INVALID_REQUEST, text)
+                index -= 1
+                continue
         else:
             runs, encoder_budget = [], step.encoder_budget
         if count <= 0:

@@ -1,7 +1,8 @@
 """A worker and a TransferActor made of dictionaries, which prove that every plan reads the right KV.
 
-The KV of a token is modelled as the tuple of all tokens up to it: exactly what attention makes of it. A step runs when
-its result is asked for, in planning order, so that loads and re-used blocks can get in its way if the core lets them.
+The KV of a token is modelled as the tuple of all tokens up to it, behind whatever else it depends on (adapter, salt,
+encoder items): exactly what attention makes of it. A step runs when its result is asked for, in planning order, so that
+loads and re-used blocks can get in its way if the core lets them.
 """
 
 from __future__ import annotations
@@ -40,11 +41,28 @@ def ints(column: bytes) -> list[int]:
     return memoryview(column).cast("i").tolist()
 
 
+def plain(request_id: str, position: int) -> tuple[object, ...]:
+    return ()
+
+
 class SimulatedWorker:
-    def __init__(self, block_size: int, memory: Slots, sample: Callable[[], int]) -> None:
+    """A row that may sample several tokens has drafts: some of them are accepted, and their number is drawn.
+
+    With async scheduling its plan counts drafts of steps before as accepted; like a device, the worker knows better.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        memory: Slots,
+        sample: Callable[[], int],
+        accept: Callable[[int], int] = lambda num_drafts: num_drafts,
+        depends_on: Callable[[str, int], tuple[object, ...]] = plain,
+    ) -> None:
+        """`depends_on`: request id and position → what the KV at the position depends on besides the tokens."""
         self.block_size = block_size
         self.memory = memory
-        self._sample = sample
+        self._sample, self._accept, self._depends_on = sample, accept, depends_on
         self.plans: deque[StepPlan] = deque()
         self.tokens: dict[str, list[int]] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -67,30 +85,41 @@ class SimulatedWorker:
         )
         new_blocks = ints(plan.new_block_ids)
         sampled: list[int] = []
+        num_tokens: list[int] = []
         for request_id, count, computed, num_sampled, num_new in columns:
             assert count >= 1
             self.blocks[request_id] += new_blocks[:num_new]
             del new_blocks[:num_new]
-            sampled += self._run_row(request_id, computed, count, num_sampled)
+            row = self._run_row(request_id, computed, count, num_sampled)
+            sampled += row
+            num_tokens.append(len(row))
         assert new_blocks == []
-        return StepResult(plan.step, plan.num_sampled, int32(sampled))
+        return StepResult(plan.step, int32(num_tokens), int32(sampled))
 
     def _run_row(self, request_id: str, computed: int, count: int, num_sampled: int) -> list[int]:
         tokens, blocks = self.tokens[request_id], self.blocks[request_id]
         assert 0 not in blocks, "the null block is read"
-        assert computed + count <= len(tokens), f"{request_id}: tokens scheduled that the worker does not know"
+        if num_sampled:
+            computed = min(computed, len(tokens) - 1)
+        num_drafts = max(num_sampled - 1, 0)
+        drafts = [self._sample() for _ in range(num_drafts)]
+        assert computed + count <= len(tokens) + num_drafts, f"{request_id}: tokens scheduled that nobody knows"
         for position in range(computed):
             found = self.memory.get(self._slot(blocks, position))
-            assert found == tuple(tokens[: position + 1]), f"{request_id}: wrong KV at {position}: {found}"
+            assert found == self._kv(request_id, tokens, position), f"{request_id}: wrong KV at {position}: {found}"
+        computing = [*tokens, *drafts]
         for position in range(computed, computed + count):
-            self.memory[self._slot(blocks, position)] = tuple(tokens[: position + 1])
+            self.memory[self._slot(blocks, position)] = self._kv(request_id, computing, position)
         if not num_sampled:
             return []
         # The last known token was computed: only then is there a next one.
-        assert computed + count == len(tokens)
-        token = self._sample()
-        tokens.append(token)
-        return [token]
+        assert computed + count == len(tokens) + num_drafts
+        new = [*drafts[: self._accept(num_drafts)], self._sample()]
+        tokens += new
+        return new
+
+    def _kv(self, request_id: str, tokens: list[int], position: int) -> tuple[object, ...]:
+        return (*self._depends_on(request_id, position), *tokens[: position + 1])
 
     def _slot(self, blocks: list[int], position: int) -> tuple[int, int]:
         return blocks[position // self.block_size], position % self.block_size

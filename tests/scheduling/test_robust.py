@@ -109,6 +109,20 @@ def test_a_head_whose_encoder_input_exceeds_the_budget_ends_and_says_by_how_much
     )
 
 
+def test_a_running_request_whose_next_encoder_input_is_too_large_ends() -> None:
+    # The reference has it in `running` for ever: its first tokens need no encoder, its next none of which can be had.
+    core = core_of(kv_connector=False, encoder_budget=9, encoder_cache=5)
+    core.add(request_of("a", 12), 0.0, RequestExtras((EncoderInput("image", 3, 6),)))
+    core.add(request_of("b", 4, 100, max_tokens=1), 0.0)
+    assert [run_step(core), run_step(core)] == [{"a": 3, "b": 4}, {}]
+    ends = {output.request_id: output.error_text for output in outputs(core) if output.finish_reason}
+    assert ends == {
+        "a": "it can never go on: it has an encoder input of 6 tokens, 5 free in the cache",
+        "b": None,
+    }
+    assert core.num_free_blocks == core.stats().blocks_free == 10_000
+
+
 def test_the_head_is_not_failed_while_a_skipped_request_may_still_be_promoted() -> None:
     core = core_of(usable_blocks=3, kv_connector=False)
     core.add(request_of("gated", 4, max_tokens=1), 0.0, RequestExtras(needs_grammar=True))

@@ -22,7 +22,8 @@ from actors.messages.plan import StepPlan, StepResult
 from actors.messages.request import EngineRequest, FinishReason, RequestOutput
 from actors.messages.transfer import BlocksLanded, BlocksQuiet, BlocksSent, LeaseExpired, TransferFailed
 from actors.scheduling.core import SchedulerCore
-from tests.scheduling.simulated import SimulatedTransfers, SimulatedWorker
+from actors.scheduling.request import EncoderInput, RequestExtras
+from tests.scheduling.simulated import SimulatedTransfers, SimulatedWorker, ints
 
 STOP_TOKEN = 2
 
@@ -39,6 +40,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for name in ("prefix_caching", "chunked_prefill", "async_scheduling", "reserve_full_sequence")
             }
         ),
+        num_spec_tokens=st.sampled_from([0, 0, 1, 3]),
+        max_loras=st.sampled_from([0, 1, 2]),
+        encoder=st.sampled_from([(0, 0), (4, 6), (9, 5)]),
+        depth=st.sampled_from([2, 3]),
         budget=st.sampled_from([3, 6, 16, 40]),
         threshold=st.sampled_from([0, 0, 2]),
         watermark=st.sampled_from([0.0, 0.2]),
@@ -57,6 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: float,
         max_num_seqs: int,
         failure: Any,
+        num_spec_tokens: int,
+        max_loras: int,
+        encoder: tuple[int, int],
+        depth: int,
     ) -> None:
         self.rng = random.Random(seed)
         self.config = SchedulerConfiguration(
@@ -71,19 +80,38 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_load_failure_policy=failure,
             kv_connector=True,
             fence_frees=True,
+            num_spec_tokens=num_spec_tokens,
+            max_loras=max_loras,
+            encoder_budget=encoder[0],
+            encoder_cache=encoder[1],
             **on,
         )
         self.core = SchedulerCore(self.config)
         memory: dict[tuple[int, int], tuple[object, ...]] = {}
-        self.worker = SimulatedWorker(block_size, memory, lambda: self.rng.choice([STOP_TOKEN, 5, 6, 7, 8]))
+        self.depth = depth if self.config.async_scheduling else 1
+        self.worker = SimulatedWorker(
+            block_size,
+            memory,
+            lambda: self.rng.choice([STOP_TOKEN, 5, 6, 7, 8]),
+            accept=lambda num_drafts: self.rng.randint(0, num_drafts),
+            depends_on=self.depends_on,
+        )
         self.transfers = SimulatedTransfers(block_size, memory, self.rng)
         self.now = 0.0
         self.added: dict[str, EngineRequest] = {}
+        self.extras: dict[str, RequestExtras] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.disturbed: set[str] = set()  # aborted
         self.results: list[StepResult] = []
         self.inputs: list[Callable[[SchedulerCore], Any]] = []
         self.answers: list[Any] = []
+
+    def depends_on(self, request_id: str, position: int) -> tuple[object, ...]:
+        request = self.added[request_id]
+        items = [("item", item.hash, item.offset) for item in self.extras[request_id].encoder_inputs]
+        seen = [item for item in items if item[2] <= position]
+        isolated = [("isolated", request.lora, request.cache_salt)] if request.lora or request.cache_salt else []
+        return (*isolated, *seen)
 
     # Every input goes through here, so that it can be given again.
     def give(self, call: Callable[[SchedulerCore], Any]) -> Any:
@@ -126,9 +154,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         patience=st.sampled_from([float("inf"), float("inf"), 6.0, 25.0]),
         shift=st.sampled_from([0, 0, -1, 3]),
+        lora=st.sampled_from([None, None, "x", "y", "z"]),
+        salt=st.sampled_from([None, None, None, "s"]),
+        item=st.sampled_from([None, None, (0, 2, "h"), (3, 2, "h"), (1, 5, "long")]),
+        gated=st.sampled_from([False, False, False, True]),
     )
     def add(
-        self, length: int, family: int, max_tokens: int, kind: str, priority: int, patience: float, shift: int
+        self,
+        length: int,
+        family: int,
+        max_tokens: int,
+        kind: str,
+        priority: int,
+        patience: float,
+        shift: int,
+        lora: str | None,
+        salt: str | None,
+        item: tuple[int, int, str] | None,
+        gated: bool,
     ) -> None:
         request_id = f"r{len(self.added)}"
         tokens = tuple(10 * family + place for place in range(length))
@@ -146,16 +189,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline=self.now + patience,
             do_remote_decode=kind == "lease",
             ticket=ticket,
+            lora=lora if kind == "plain" else None,
+            cache_salt=salt if kind == "plain" else None,
         )
+        inputs: tuple[EncoderInput, ...] = ()
+        if kind == "plain" and item is not None and item[0] + item[1] <= length:
+            inputs = (EncoderInput(item[2], item[0], item[1]),)
+        self.extras[request_id] = extras = RequestExtras(inputs, gated)
         self.added[request_id] = request
         self.outputs[request_id] = []
         self.transfers.note(request)
         now = self.now
-        self.give(lambda core: core.add(request, now))
+        self.give(lambda core: core.add(request, now, extras))
 
-    @property
-    def depth(self) -> int:
-        return 2 if self.config.async_scheduling else 1
+    @rule(place=st.integers(0, 50))
+    def grammar_ready(self, place: int) -> None:
+        """Also of requests that are gone, or never waited for one."""
+        if self.added:
+            request_id = list(self.added)[place % len(self.added)]
+            self.give(lambda core: core.grammar_ready(request_id))
+
+    @rule(mode=st.sampled_from(["none", "none", "new", "all"]))
+    def pause(self, mode: Any) -> None:
+        self.give(lambda core: core.pause(mode))
+
+    @precondition(lambda self: self.config.num_spec_tokens and not self.config.async_scheduling and self.added)
+    @rule(place=st.integers(0, 50), number=st.integers(1, 3))
+    def drafts(self, place: int, number: int) -> None:
+        request_id = list(self.added)[place % len(self.added)]
+        tokens = [5] * min(number, self.config.num_spec_tokens)
+        self.give(lambda core: core.set_drafts(request_id, tokens))
 
     @rule(times=st.integers(1, 8))
     def steps(self, times: int) -> None:
@@ -182,7 +245,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan.request_ids:
             assert could, "a plan although nothing was runnable"
             self.worker.plans.append(plan)
+            self.encoder_outputs_are_there(plan)
         return plan
+
+    def encoder_outputs_are_there(self, plan: StepPlan) -> None:
+        counts, computed = ints(plan.num_scheduled_tokens), ints(plan.num_computed_tokens)
+        for request_id, count, start in zip(plan.request_ids, counts, computed, strict=True):
+            for item in self.extras[request_id].encoder_inputs:
+                if item.offset < start + count and start < item.offset + item.length:
+                    assert self.core.holds_encoder_output(request_id, item.hash), f"{request_id}: {item} is not there"
 
     def apply_oldest(self) -> None:
         result = self.worker.run_oldest()
@@ -255,6 +326,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        self.give(lambda core: core.pause("none"))
+        for request_id in list(self.added):
+            self.give(lambda core, request_id=request_id: core.grammar_ready(request_id))
         idle = rounds = 0
         while self.core.live_request_ids() or self.transfers.due or self.worker.plans:
             progress = bool(self.transfers.due or self.worker.plans)
@@ -292,11 +366,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             reasons = set()
             if not fits:
                 reasons.add(RefusalReason.EXCEEDS_KV_CAPACITY)
+            if any(item.length > min(self.encoder_limits) for item in self.extras[request_id].encoder_inputs):
+                reasons.add(RefusalReason.INVALID_REQUEST)
             if request.do_remote_decode:
                 reasons.add(RefusalReason.KV_SEND_FAILED)
             if request.ticket is not None and self.config.kv_load_failure_policy == "fail":
                 reasons.add(RefusalReason.KV_LOAD_FAILED)
             assert last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) or last.error in reasons
+
+    @property
+    def encoder_limits(self) -> tuple[int, int]:
+        return self.config.encoder_budget, self.config.encoder_cache
 
     def same_inputs_same_plans(self) -> None:
         core = SchedulerCore(self.config)
