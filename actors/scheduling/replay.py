@@ -11,6 +11,7 @@ import msgspec
 
 from actors.messages.errors import KvyardError
 from actors.messages.plan import NewRequest, StepPlan
+from actors.scheduling.connector import Connector
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.records import (
     Aborted,
@@ -51,9 +52,10 @@ class CoreRaised(KvyardError):
 
 
 class Replay:
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, connector: Connector | None = None) -> None:
+        """`connector`: for a core that was recorded with one of its own; it must answer as that one did."""
         self.header = header
-        self.core = SchedulerCore(header.configuration)
+        self.core = SchedulerCore(header.configuration, connector)
         self.in_flight: dict[int, StepPlan] = {}  # steps planned whose result has not come
         self.last_step = 0
         self.now = header.started

@@ -23,6 +23,7 @@ from actors.messages.request import EngineRequest, FinishReason, RequestOutput
 from actors.messages.transfer import BlocksLanded, BlocksQuiet, BlocksSent, LeaseExpired, TransferFailed
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.request import EncoderInput, RequestExtras
+from tests.scheduling.builders import ROBUST
 from tests.scheduling.simulated import SimulatedTransfers, SimulatedWorker, ints
 
 STOP_TOKEN = 2
@@ -80,13 +81,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_load_failure_policy=failure,
             kv_connector=True,
             fence_frees=True,
+            **ROBUST,
             num_spec_tokens=num_spec_tokens,
             max_loras=max_loras,
             encoder_budget=encoder[0],
             encoder_cache=encoder[1],
             **on,
         )
-        self.core = SchedulerCore(self.config)
+        self.core = self.new_core()
         memory: dict[tuple[int, int], tuple[object, ...]] = {}
         self.depth = depth if self.config.async_scheduling else 1
         self.worker = SimulatedWorker(
@@ -112,6 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         seen = [item for item in items if item[2] <= position]
         isolated = [("isolated", request.lora, request.cache_salt)] if request.lora or request.cache_salt else []
         return (*isolated, *seen)
+
+    def new_core(self) -> SchedulerCore:
+        return SchedulerCore(self.config)
 
     # Every input goes through here, so that it can be given again.
     def give(self, call: Callable[[SchedulerCore], Any]) -> Any:
