@@ -47,6 +47,9 @@ class SchedulerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     load_timeout_s: Seconds = 30.0
     # Robust rules that scenarios leave off because the reference does otherwise.
     fence_frees: bool = False  # blocks that a dispatched step still touches come back with its result
+    standstill_patience: int = 100  # schedule()s in a row that bring no token before waiting requests are reordered
+    forget_uncomputed: bool = False  # a victim's blocks that its step was to compute are not found in the prefix cache
+    trim_padding: bool = False  # a row has no more empty drafts than its scheduled tokens leave room for
 
 
 class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,6 +173,9 @@ def scheduler_configuration(
         kv_connector=True,
         load_timeout_s=configuration.kv_load_timeout,
         fence_frees=True,
+        standstill_patience=0,
+        forget_uncomputed=True,
+        trim_padding=True,
     )
 
 

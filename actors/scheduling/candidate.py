@@ -54,11 +54,12 @@ def try_to_admit(
     assert num_computed <= num_known
     encoder_runs: list[EncoderInput] = []
     encoder_budget = step.encoder_budget
-    count = 0
+    count = num_drafts = 0
     if not remote.is_async:
         count = num_known - num_computed
         if count == 1 and _batch_is_uniform(state, step):
-            count += config.num_spec_tokens
+            num_drafts = config.num_spec_tokens
+            count += num_drafts
             if count > step.budget or num_computed + count > config.max_model_len:
                 return Verdict.STOP, f"needs {count} tokens like the rest of the batch, {step.budget} left in the step"
         if config.long_prefill_token_threshold:
@@ -75,7 +76,7 @@ def try_to_admit(
             if count == 0:
                 state.encoder.release_all(request)
                 return Verdict.STOP, state.encoder.shortage
-    if request.starved and would_starve(state, request, hits):
+    if request.starved and state.is_at_a_standstill and would_starve(state, request, hits):
         state.encoder.release_all(request)
         return Verdict.NO_ROOM, kv.shortage
     if not _allocate(state, request, num_computed + count, hits, remote.is_async, now):
@@ -101,7 +102,9 @@ def try_to_admit(
         step.encoder_budget = encoder_budget
     if adapter is not None:
         adapters.add(adapter)
-    _add_admitted_row(state, step, request, count, now)
+    if config.trim_padding:
+        num_drafts = min(num_drafts, count - 1)
+    _add_admitted_row(state, step, request, count, num_drafts, now)
     return Verdict.ADMITTED, ""
 
 
@@ -173,7 +176,7 @@ def _start_load(
 
 
 def _add_admitted_row(
-    state: SchedulerState, step: ScheduledStep, request: SchedulerRequest, count: int, now: float
+    state: SchedulerState, step: ScheduledStep, request: SchedulerRequest, count: int, num_drafts: int, now: float
 ) -> None:
     """For the worker, a resumed request is a new one: it gets all known tokens and the whole block table."""
     (step.resumed if request.status is Status.PREEMPTED else step.new).append(request.request_id)
@@ -183,7 +186,6 @@ def _add_admitted_row(
             request.request_id, int32(request.tokens), request.num_prompt_tokens, request.engine_request.sampling
         )
     )
-    num_drafts = max(request.num_computed_tokens + count - len(request.tokens), 0)
     if num_drafts:
         step.drafts[request.request_id] = [-1] * num_drafts
     add_row(state, step, request, count, num_drafts, request.block_ids)

@@ -104,8 +104,8 @@ class SchedulerCore:
     def set_drafts(self, request_id: str, tokens: list[int]) -> None:
         """Draft tokens for its next step; one that is unknown or has prompt left to compute gets none."""
         request = self._state.requests.get(request_id)
-        if request is not None and request.status is Status.RUNNING and not request.is_prefill_chunk:
-            request.drafts = list(tokens)
+        if request is not None and request.status is not Status.FINISHED:
+            request.drafts = [] if request.is_prefill_chunk else list(tokens)
 
     def grammar_ready(self, request_id: str) -> None:
         self._changed = True
@@ -137,6 +137,7 @@ class SchedulerCore:
         """An empty plan (no rows) is not dispatched: it takes no step number, carries no drops and gets no result."""
         state = self._state
         budget = 0 if state.pause is Pause.ALL else self.config.max_num_batched_tokens
+        state.num_barren_steps += 1
         step = ScheduledStep(state.num_steps + 1, budget, self.config.encoder_budget)
         schedule_running(state, step, now)
         if state.pause is Pause.NONE and not step.preempted:

@@ -28,6 +28,8 @@ def break_impasse(
     if state.in_flight or not nothing_comes_back(state):
         return False
     waiting_holders = holders(state)
+    if not state.is_at_a_standstill and any(request is not head for request in waiting_holders):
+        return False
     for request in waiting_holders:
         if try_to_admit(state, step, request, adapters, now)[0] is Verdict.ADMITTED:
             (state.waiting if request in state.waiting else state.skipped_waiting).remove(request)

@@ -76,9 +76,11 @@ def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, 
             if stop is not None:
                 del tokens[place + 1 :]
                 break
+        state.num_barren_steps = 0
+        if asynchronous and request.status is Status.RUNNING:
+            num_dropped = count - len(tokens)  # behind the stop
+            kv.register(request, request.num_computed_tokens - request.num_placeholders - num_dropped)
         if stop is None:
-            if asynchronous and request.status is Status.RUNNING:
-                kv.register(request, request.num_computed_tokens - request.num_placeholders)
             effects.append(RequestOutput(request.request_id, tuple(tokens), num_cached_tokens=num_cached))
             continue
         if request.status is Status.RUNNING:

@@ -12,8 +12,6 @@ from actors.scheduling.request import InFlightTokens, SchedulerRequest
 from actors.scheduling.state import SchedulerState
 from actors.scheduling.step import ScheduledStep
 
-_ROUNDS_OF_A_TIE = 4  # preemptions of one request, after which the id decides
-
 
 def schedule_running(state: SchedulerState, step: ScheduledStep, now: float) -> None:
     config, running, kv = state.config, state.running, state.kv
@@ -114,7 +112,7 @@ def _make_room(
         if state.config.fence_frees and num_missing <= kv.pool.num_free + kv.ledger.num_coming_back():
             request.story.detail = f"needs {num_missing} blocks, which come back with the step in flight"
             return index, "wait"
-        victim_index = _least_important(running) if state.config.policy == "priority" else len(running) - 1
+        victim_index = _least_important(state) if state.config.policy == "priority" else len(running) - 1
         victim = running.pop(victim_index)
         if victim_index < index:
             index -= 1
@@ -136,14 +134,13 @@ def _make_room(
     return index, "fits"
 
 
-def _least_important(running: list[SchedulerRequest]) -> int:
+def _least_important(state: SchedulerState) -> int:
     """Of those that came at the same time the first, as the reference has it, while that leads anywhere."""
-    place = max(range(len(running)), key=lambda place: running[place].order[:2])
-    tied = [place for place, other in enumerate(running) if other.order[:2] == running[place].order[:2]]
-    if any(running[place].num_preemptions >= _ROUNDS_OF_A_TIE for place in tied):
+    running = state.running
+    if state.is_at_a_standstill:
         # Each would come back behind the other and make it the first: two requests could preempt each other for ever.
-        return max(tied, key=lambda place: running[place].order)
-    return place
+        return max(range(len(running)), key=lambda place: running[place].order)
+    return max(range(len(running)), key=lambda place: running[place].order[:2])
 
 
 def _unschedule(state: SchedulerState, step: ScheduledStep, victim: SchedulerRequest) -> None:
@@ -151,5 +148,6 @@ def _unschedule(state: SchedulerState, step: ScheduledStep, victim: SchedulerReq
     row = step.requests.index(victim)
     if state.config.async_scheduling and step.sampled[row]:
         victim.in_flight.pop()
-    state.kv.unregister(victim, step.computed[row])
+    if state.config.forget_uncomputed:
+        state.kv.unregister(victim, step.computed[row])
     step.remove_row(row)

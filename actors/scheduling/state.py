@@ -54,6 +54,7 @@ class SchedulerState:
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         self.num_late_events = 0
+        self.num_barren_steps = 0  # schedule()s since the last token
         self._fences = config.fence_frees or (config.async_scheduling and config.kv_connector)
 
     def _new_queue(self) -> RequestQueue:
@@ -174,6 +175,11 @@ class SchedulerState:
                 request.story.ended(now),
             )
         )
+
+    @property
+    def is_at_a_standstill(self) -> bool:
+        """So long without a token that it may well be for ever: the reference waits on, we help ourselves."""
+        return self.num_barren_steps > self.config.standstill_patience
 
     def why_it_waits(self, request: SchedulerRequest) -> str:
         """Its own reason, or that of the head behind which it waits (or waited, when it is admitted)."""

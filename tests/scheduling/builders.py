@@ -12,9 +12,12 @@ from actors.scheduling.core import SchedulerCore
 from actors.scheduling.orders import int32
 from tests.scheduling.simulated import ints
 
+ROBUST: dict[str, Any] = {"standstill_patience": 0, "forget_uncomputed": True, "trim_padding": True}
+
 
 def core_of(**config: Any) -> SchedulerCore:
-    return SchedulerCore(SchedulerConfiguration(**{"block_size": 4, "kv_connector": True, **config}))
+    """With the engine's robust rules, but for `fence_frees`, which a test asks for."""
+    return SchedulerCore(SchedulerConfiguration(**{"block_size": 4, "kv_connector": True, **ROBUST, **config}))
 
 
 def request_of(request_id: str, length: int, first: int = 0, **fields: Any) -> EngineRequest:
