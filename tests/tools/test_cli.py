@@ -31,9 +31,10 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     assert not loaded & (HEAVY | {entry.target.partition(":")[0] for entry in COMMANDS.values()})
 
 
-def test_steps_starts_light() -> None:
-    loaded = loaded_by("steps", "--help")
-    assert "tools.steps" in loaded
+@pytest.mark.parametrize("name", ["steps", "replay"])
+def test_steps_and_replay_start_light(name: str) -> None:
+    loaded = loaded_by(name, "--help")
+    assert f"tools.{name}" in loaded
     assert not loaded & {"torch", "aiohttp", "transformers"}
 
 
