@@ -11,14 +11,15 @@ from tools.scenarios.format import parse
 
 FOLDER = Path(__file__).parent / "scenarios"
 FILES = sorted(FOLDER.glob("*.json"))
+ROWS = sorted((FOLDER / "rows").glob("*.json"))
 RANDOM = sorted((FOLDER / "random").glob("*.json"))
 
 
 def test_the_scenarios_are_here() -> None:
-    assert (len(FILES), len(RANDOM)) == (54, 100)
+    assert (len(FILES), len(ROWS), len(RANDOM)) == (54, 39, 100)
 
 
-@pytest.mark.parametrize("file", [*FILES, *RANDOM], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *ROWS, *RANDOM], ids=lambda file: file.stem)
 def test_scenario_agrees(file: Path) -> None:
     scenario = parse(file.read_bytes())
     assert any(action.expect for action in scenario.actions)
