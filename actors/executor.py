@@ -1,17 +1,18 @@
-"""ExecutorActor: turns plans into results, in their order, on one thread of its own.
+"""ExecutorActor: turns plans into results, in their order, on threads of its own (forward.py).
 
-The worker's loop stays free for transfers and pings while the thread computes. A forward pass that raises leaves the
-device in an unknown state: `StepFailed`, and the engine ends.
+The worker's loop stays free for transfers and pings while the thread computes. A step that raises leaves the device in
+an unknown state: `StepFailed`, and the engine ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor
-from typing import Protocol
+import contextlib
+from collections import deque
 
 import anyio
 
+from actors.forward import Pipeline, Runs, SerialThread, StepError
 from actors.kernel.actor import Actor
 from actors.kernel.address import Address
 from actors.kernel.reply import Reply
@@ -19,33 +20,47 @@ from actors.messages.plan import StepFailed, StepPlan, StepResult
 from actors.worker_settings import EXECUTOR_WINDOW
 
 
-class Runs(Protocol):
-    """The runner's face: `runner.model_runner.ModelRunner`, or a stand-in."""
-
-    def execute(self, plan: StepPlan) -> StepResult: ...
-
-
 class ExecutorActor(Actor[StepPlan]):
     mailbox_size = EXECUTOR_WINDOW
 
-    def __init__(self, runner: Runs, thread: Executor, results: Address[StepResult | StepFailed]) -> None:
-        """`thread`: an executor of one thread, the one that made the runner (torch's thread settings are its own)."""
+    def __init__(self, runner: Runs, thread: SerialThread, results: Address[StepResult | StepFailed]) -> None:
+        """`thread`: the one that made the runner; it ends with the actor."""
         super().__init__("executor")
-        self._runner, self._thread, self._results = runner, thread, results
+        self._results = results
+        self._pipeline = Pipeline(runner, thread, self._from_thread)
+        self._outcomes: deque[StepResult | StepError] = deque()
+        self._arrival = anyio.Event()
+        # Plans that have no result yet; beyond them the mailbox fills up and its senders wait.
+        self._room = anyio.Semaphore(self.mailbox_size)
 
     async def started(self) -> None:
-        self._plans_in, self._plans_out = anyio.create_memory_object_stream[StepPlan](self.mailbox_size)
-        self.tasks.start_soon(self._execute)
+        self._loop = asyncio.get_running_loop()
+        self.tasks.start_soon(self._report)
 
     async def receive(self, message: StepPlan, reply: Reply) -> None:
-        await self._plans_in.send(message)
+        await self._room.acquire()
+        self._pipeline.submit(message)
 
-    async def _execute(self) -> None:
-        loop = asyncio.get_running_loop()
-        async for plan in self._plans_out:
-            try:
-                result = await loop.run_in_executor(self._thread, self._runner.execute, plan)
-            except Exception as error:
-                await self._results.tell(StepFailed(plan.step, f"{type(error).__name__}: {error}"))
-                raise
-            await self._results.tell(result)
+    async def stopped(self) -> None:
+        await asyncio.wrap_future(self._pipeline.stop())
+
+    def _from_thread(self, outcome: StepResult | StepError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+            self._loop.call_soon_threadsafe(self._arrived, outcome)
+
+    def _arrived(self, outcome: StepResult | StepError) -> None:
+        self._outcomes.append(outcome)
+        self._arrival.set()
+
+    async def _report(self) -> None:
+        while True:
+            await self._arrival.wait()
+            self._arrival = anyio.Event()
+            while self._outcomes:
+                outcome = self._outcomes.popleft()
+                if isinstance(outcome, StepError):
+                    error = outcome.error
+                    await self._results.tell(StepFailed(outcome.step, f"{type(error).__name__}: {error}"))
+                    raise error
+                await self._results.tell(outcome)
+                self._room.release()

@@ -12,13 +12,13 @@ import os
 import secrets
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import anyio
 import msgspec
 
 from actors.executor import ExecutorActor
+from actors.forward import SerialThread
 from actors.kernel.link import Link
 from actors.kernel.process import die_with_parent, inherited_socket
 from actors.kernel.run import run
@@ -37,7 +37,7 @@ GIL_SWITCH_S = 0.0005  # the loop must get its turn between two tensor operation
 
 async def run_worker(settings: WorkerSettings) -> None:
     """Returns when the engine process closes the socket; raises what made an actor fail."""
-    thread = ThreadPoolExecutor(1, "forward")
+    thread = SerialThread("forward")
     make_runner = partial(
         ModelRunner,
         settings.description,

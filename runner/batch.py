@@ -55,13 +55,16 @@ class PrefillRow(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    token_ids: torch.Tensor  # int64 [tokens]
+    token_ids: torch.Tensor  # int64 [tokens]; void where `slot_tokens` points
+    slot_tokens: torch.Tensor  # int64 [rows whose last token lies in a slot]: that token in packed order
+    slots: torch.Tensor  # int64, same rows
     positions: torch.Tensor  # int64 [tokens]
     written_rows: torch.Tensor  # int64 [tokens · kv_heads]: where the first layer's keys go in `KVPool.rows`
     decode_groups: tuple[DecodeGroup, ...]
     prefill_rows: tuple[PrefillRow, ...]
     sampling_rows: tuple[PlannedRow, ...]  # in planning order
     sampling_tokens: torch.Tensor  # int64 [sampling rows]: each row's last token in packed order
+    sampling_slots: torch.Tensor  # int64 [sampling rows]
     fresh_blocks: torch.Tensor | None  # int64: given in this step, and nothing computed lies in them
 
 
@@ -84,6 +87,7 @@ class BatchBuilder:
             ]
         )
         sampling = tuple(row for row in rows if row.num_sampled)
+        from_slots = [row for row in packed if row.from_slot]
         fresh = np.concatenate([self._fresh(row) for row in rows]).astype(np.int64)
         decode_groups, start = [], 0
         for group in groups:
@@ -93,12 +97,15 @@ class BatchBuilder:
             token_ids=device.tensor(
                 np.concatenate([row.state.token_ids[row.num_computed : row.end] for row in packed]).astype(np.int64)
             ),
+            slot_tokens=device.tensor(np.array([last_token[row.index] for row in from_slots], np.int64)),
+            slots=device.tensor(np.array([row.state.slot for row in from_slots], np.int64)),
             positions=device.tensor(positions),
             written_rows=device.tensor(self._written_rows(blocks.astype(np.int64), positions % size)),
             decode_groups=tuple(decode_groups),
             prefill_rows=tuple(self._prefill_row(row, last_token[row.index] + 1) for row in prefills),
             sampling_rows=sampling,
             sampling_tokens=device.tensor(np.array([last_token[row.index] for row in sampling], np.int64)),
+            sampling_slots=device.tensor(np.array([row.state.slot for row in sampling], np.int64)),
             fresh_blocks=device.tensor(fresh) if len(fresh) else None,
         )
 

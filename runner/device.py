@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,6 +22,24 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Mark = float | torch.cuda.Event  # a point in the device's work, see `Device.mark`
+
+
+class HostCopy(msgspec.Struct, frozen=True):
+    """A tensor on its way to the host."""
+
+    tensor: torch.Tensor  # in host memory
+    arrived: torch.cuda.Event | None  # None: it is there
+
+    @property
+    def done(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+    def values(self) -> npt.NDArray[np.int32]:
+        """Waits for the copy, asleep and without the GIL."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensor.numpy()
 
 
 class Device:
@@ -37,6 +56,7 @@ class Device:
         self.torch = torch.device(name)
         self.dtype = _DTYPES[dtype]
         self.is_cpu = name == "cpu"
+        self.is_asynchronous = not self.is_cpu  # work is queued: to look at a value is to wait for all of it
         torch.set_num_threads(threads or available_cores())
         # torch allows this once per process, before any parallel work; a second runner in a process keeps the first's.
         with contextlib.suppress(RuntimeError):
@@ -53,6 +73,27 @@ class Device:
         host = torch.from_numpy(values)
         return host if self.is_cpu else host.pin_memory().to(self.torch, non_blocking=True)
 
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """int32 [n] → its copy, ordered behind everything that was queued on the device so far; nobody waits here."""
+        if self.is_cpu:
+            return HostCopy(tensor, None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        arrived.record()
+        return HostCopy(host, arrived)
+
+    def mark(self, clock: Callable[[], float]) -> Mark:
+        """This point in the device's work: the host's time where the host does the work, else an event on the device.
+
+        An event is passed when the device has come to it, so what the host spends ahead of the device is not counted.
+        """
+        if self.is_cpu:
+            return clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
     def linear(self, weight: torch.Tensor) -> Linear:
         """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in]; the caller gives it away.
 
@@ -68,6 +109,15 @@ class Device:
 
             return packed_linear
         return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def seconds_between(earlier: Mark, later: Mark) -> float:
+    """Two marks of one device, which has passed both."""
+    if isinstance(earlier, float):
+        assert isinstance(later, float)
+        return later - earlier
+    assert not isinstance(later, float)
+    return float(earlier.elapsed_time(later)) / 1000
 
 
 # The number of tokens that oneDNN lays the weights out for; other numbers work with the same layout.

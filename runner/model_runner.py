@@ -1,26 +1,30 @@
 """A step plan becomes a forward pass: state from the plans → batch → model → logits → sampled tokens.
 
-Owns the device, the weights, the KV pool and what is known of each request. One thread calls it.
+Owns the device, the weights, the KV pool and what is known of each request. One thread calls it; another may wait for
+the steps in progress. Several may be in progress: a step's input tokens are taken on the device, from the step before.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from actors.messages.model import ModelDescription
-from actors.messages.plan import NewRequest, StepPlan, StepResult
+from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
 from runner.attention.paged import PagedAttention
 from runner.batch import Batch, BatchBuilder, Geometry
 from runner.device import Device
 from runner.kv_pool import KVPool
+from runner.last_tokens import LastTokens
 from runner.model.llama import LlamaModel
 from runner.requests import PlannedRow, RequestTable
 from runner.sampling import Draw, sample
+from runner.step_in_progress import StepInProgress
 from runner.weights.files import open_weights
 
 _WARM_UP_TOKENS = 256
@@ -64,33 +68,40 @@ class ModelRunner:
         )
         self._requests = RequestTable(block_size)
         self._builder = BatchBuilder(self._geometry, self._device)
+        self._last_tokens = LastTokens(self._device)
+        self._launched: deque[StepInProgress] = deque()  # whose sampled tokens the requests do not know yet
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Computes the plan's tokens and samples where it says so. Raises ValueError for a plan that cannot be."""
-        started = self._clock()
+    def launch(self, plan: StepPlan) -> StepInProgress:
+        """Hands the plan's forward pass and sampling to the device, in the order of the calls, and waits for none.
+
+        Raises ValueError for a plan that cannot be. Whatever the device itself raises may come from a later call.
+        """
+        while self._launched and self._launched[0].done:
+            self._launched.popleft().remember()
+        started = self._device.mark(self._clock)
         computation = self.compute(plan)
         if computation is None:
-            return StepResult(step=plan.step, num_sampled=b"", sampled_token_ids=b"")
+            return StepInProgress(plan, (), None, ())
         batch, logits = computation
-        computed = self._clock()
+        computed = self._device.mark(self._clock)
         token_ids = self._sample(batch, logits)
-        for row, token_id in zip(batch.sampling_rows, token_ids.tolist(), strict=True):
-            row.state.sampled(row.end, token_id)
-        return StepResult(
-            step=plan.step,
-            num_sampled=plan.num_sampled,
-            sampled_token_ids=token_ids.tobytes(),
-            execute_s=computed - started,
-            sample_s=self._clock() - computed,
-        )
+        self._last_tokens.keep(batch, token_ids)
+        for row in batch.sampling_rows:
+            row.state.sampled(row.end)
+        on_host = self._device.to_host(token_ids.to(torch.int32))
+        marks = (started, computed, self._device.mark(self._clock))
+        step = StepInProgress(plan, batch.sampling_rows, on_host, marks)
+        self._launched.append(step)
+        return step
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> tuple[Batch, torch.Tensor] | None:
-        """The first half of `execute`: the batch, and float32 logits [sampling rows, vocabulary]. None without rows."""
+        """The first half of `launch`: the batch, and float32 logits [sampling rows, vocabulary]. None without rows."""
         rows = self._requests.apply(plan)
         if not rows:
             return None
+        self._last_tokens.make_room(self._requests.num_slots)
         batch = self._builder.build(rows)
         return batch, self._forward(batch)
 
@@ -126,14 +137,15 @@ class ModelRunner:
         if batch.fresh_blocks is not None:
             self.kv_pool.clear(batch.fresh_blocks)
         attention = PagedAttention(self.kv_pool, self._geometry, batch)
+        self._last_tokens.fill_in(batch)
         hidden = self._model.forward(batch.token_ids, batch.positions, attention)
         return self._model.logits(hidden[batch.sampling_tokens])
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [sampling rows], on the device."""
         if not batch.sampling_rows:
-            return np.empty(0, np.int32)
-        chosen = sample(logits, [self._draw(row) for row in batch.sampling_rows], self._device)
-        return chosen.cpu().numpy().astype(np.int32)
+            return batch.sampling_tokens
+        return sample(logits, [self._draw(row) for row in batch.sampling_rows], self._device)
 
     def _draw(self, row: PlannedRow) -> Draw:
         state, seed = row.state, row.state.sampling.seed

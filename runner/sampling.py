@@ -60,13 +60,13 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], device: Device) -> torch
         chosen[rows] = (scaled + _gumbel(token_ids.expand(len(own), -1), own, device)).max(dim=-1).indices
     if filtered:
         rows = device.tensor(np.array(filtered))
-        chosen[rows] = _sample_filtered(logits[rows], [draws[row] for row in filtered], device)
+        # To see whether the first look was enough is to wait for the device; where that costs, all tokens are ranked.
+        looked_at = logits.shape[1] if device.is_asynchronous else _NUCLEUS_GUESS
+        chosen[rows] = _sample_filtered(logits[rows], [draws[row] for row in filtered], device, looked_at)
     return chosen
 
 
-def _sample_filtered(
-    logits: torch.Tensor, draws: Sequence[Draw], device: Device, looked_at: int = _NUCLEUS_GUESS
-) -> torch.Tensor:
+def _sample_filtered(logits: torch.Tensor, draws: Sequence[Draw], device: Device, looked_at: int) -> torch.Tensor:
     """Top-k, then top-p of what remains. Without top-k only the `looked_at` likeliest tokens are ranked at first."""
     vocabulary = logits.shape[1]
     scaled = logits / _column([draw.sampling.temperature for draw in draws], device)

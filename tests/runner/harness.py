@@ -75,7 +75,7 @@ class Harness:
         )
         self._step += 1
         self._dropped = []
-        result = self.runner.execute(plan)
+        result = self.runner.launch(plan).result()
         assert result.step == plan.step
         assert result.num_sampled == plan.num_sampled
         token_ids = iter(np.frombuffer(result.sampled_token_ids, np.int32).tolist())

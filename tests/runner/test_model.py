@@ -176,4 +176,4 @@ def test_a_plan_that_cannot_be_raises(
         "new_requests": (NewRequest("r", int32(PROMPT[:32]), 32, SamplingParams()),),
     }
     with pytest.raises(ValueError, match=said):
-        runner.execute(StepPlan(**(plan | changed)))
+        runner.launch(StepPlan(**(plan | changed)))
