@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from actors import admission
 from actors.admission import AdmissionActor, AdmissionLimits
 from actors.kernel.actor import Actor
 from actors.kernel.reply import Reply
@@ -22,7 +23,14 @@ from actors.messages.admission import (
     StoryOf,
     SubmitRequest,
 )
-from actors.messages.errors import RefusalReason, RequestRefused
+from actors.messages.control import (
+    PauseReport,
+    PauseScheduler,
+    PrefixCacheReport,
+    ResetPrefixCache,
+    ResumeScheduler,
+)
+from actors.messages.errors import ActorGone, RefusalReason, RequestRefused
 from actors.messages.lease import Ticket
 from actors.messages.request import EngineRequest, FinishReason, RequestOutput, StoryInterval
 from actors.messages.supervision import Drain
@@ -37,6 +45,9 @@ LIMITS = AdmissionLimits(
     max_unread_tokens=4,
 )
 TICKET = Ticket("prefill-0", 1, "127.0.0.1", 1, 7, b"c" * 16, 8, b"d" * 16)
+
+PAUSED = PauseReport("new", reached=True, aborted=0, running=0, waiting=3)
+DONE = PrefixCacheReport(done=True, blocks_held=0)
 
 
 class Recorder(Actor[Any]):
@@ -57,10 +68,29 @@ class Recorder(Actor[Any]):
         return self.messages
 
 
+class NarrowScheduler(Recorder):
+    """Takes one message at a time; answers what an operator asks when it is told to."""
+
+    mailbox_size = 1
+
+    def __init__(self) -> None:
+        super().__init__("scheduler")
+        self.may_answer = anyio.Event()
+
+    async def receive(self, message: Any, reply: Reply) -> None:
+        await super().receive(message, reply)
+        if isinstance(message, PauseScheduler | ResumeScheduler | ResetPrefixCache):
+            self.tasks.start_soon(self._answer, message, reply)
+
+    async def _answer(self, message: Any, reply: Reply) -> None:
+        await self.may_answer.wait()
+        reply.send(DONE if isinstance(message, ResetPrefixCache) else PAUSED)
+
+
 class Door:
-    def __init__(self, system: ActorSystem) -> None:
+    def __init__(self, system: ActorSystem, scheduler: Recorder) -> None:
         self.system, self.now = system, 10.0
-        self.scheduler, self.transfer = Recorder("scheduler"), Recorder("transfer")
+        self.scheduler, self.transfer = scheduler, Recorder("transfer")
         self.actor = AdmissionActor(LIMITS, self.scheduler.address, self.transfer.address, lambda: self.now)
         self.address = self.actor.address
 
@@ -78,9 +108,9 @@ class Door:
 
 
 @asynccontextmanager
-async def a_door() -> AsyncIterator[Door]:
+async def a_door(scheduler: Recorder | None = None) -> AsyncIterator[Door]:
     async with ActorSystem() as system:
-        door = Door(system)
+        door = Door(system, scheduler or Recorder("scheduler"))
         for actor in (door.scheduler, door.transfer, door.actor):
             await system.start(actor)
         yield door
@@ -111,6 +141,26 @@ async def test_what_can_never_fit_the_pool_is_refused_and_what_just_fits_is_not(
         refusal = await door.refused("a", prompt=40, max_tokens=42)
         assert refusal.reason is RefusalReason.EXCEEDS_KV_CAPACITY
         assert "21 KV blocks" in refusal.text
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(0, 4), (4, 0)])
+async def test_what_has_nothing_to_compute_or_to_answer_is_refused(prompt: int, max_tokens: int) -> None:
+    async with a_door() as door:
+        refusal = await door.refused("a", prompt=prompt, max_tokens=max_tokens)
+        assert refusal.reason is RefusalReason.INVALID_REQUEST
+        assert f"the prompt has {prompt} tokens and max_tokens is {max_tokens}" in refusal.text
+        assert door.scheduler.messages == []
+
+
+async def test_a_prompt_for_another_engine_must_fit_this_ones_pool() -> None:
+    """A prefill engine computes one token more; what decode needs beyond that is checked where max_tokens is known."""
+    async with a_door() as door:
+        await door.submit("fits", prompt=80, max_tokens=1, do_remote_decode=True)  # 20 blocks of 4
+        refusal = await door.refused("a", prompt=81, max_tokens=1, do_remote_decode=True)
+        assert refusal.reason is RefusalReason.EXCEEDS_KV_CAPACITY
+        refusal = await door.refused("b", prompt=81, max_tokens=1, ticket=TICKET)
+        assert refusal.reason is RefusalReason.EXCEEDS_KV_CAPACITY
+        assert await door.transfer.wait_for(1) == [ReleaseTicket("b", TICKET)]
 
 
 async def test_the_queue_is_limited_in_requests_until_first_tokens_come() -> None:
@@ -201,3 +251,58 @@ async def test_a_drain_refuses_newcomers_and_waits_for_the_others() -> None:
             assert (await door.refused("b")).reason is RefusalReason.ENGINE_UNAVAILABLE
             assert not drained.is_set()
             await door.publish(RequestOutput("a", (1,), FinishReason.STOP))
+
+
+async def test_an_order_does_not_overtake_the_requests_before_it() -> None:
+    scheduler = NarrowScheduler()
+    scheduler.may_answer.set()
+    async with a_door(scheduler) as door:
+        for name in "abc":
+            await door.address.tell(SubmitRequest(EngineRequest(name, (1,), max_tokens=1)))
+        assert await door.address.ask(PauseScheduler("abort"), 5) == PAUSED
+        assert [type(message) for message in scheduler.messages] == [AddRequest] * 3 + [PauseScheduler]
+        assert await door.address.ask(ResetPrefixCache(preempt_running=True), 5) == DONE
+        assert scheduler.messages[-1] == ResetPrefixCache(preempt_running=True)
+
+
+async def test_a_pause_may_take_longer_than_any_other_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "ASK_SECONDS", 0.0)
+    scheduler = NarrowScheduler()
+    async with a_door(scheduler) as door, anyio.create_task_group() as tasks:
+        reports: list[PauseReport] = []
+
+        async def pause() -> None:
+            reports.append(await door.address.ask(PauseScheduler("wait"), 5))
+
+        tasks.start_soon(pause)
+        await scheduler.wait_for(1)
+        await door.submit("a")  # requests still come in, and queue
+        assert reports == []
+        scheduler.may_answer.set()
+    assert reports == [PAUSED]
+
+
+async def test_an_order_learns_that_the_scheduler_is_gone() -> None:
+    async with a_door() as door:
+        await door.system.stop(door.scheduler.address, 5)
+        with pytest.raises(ActorGone):
+            await door.address.ask(ResumeScheduler(), 5)
+
+
+async def test_newcomers_of_a_pause_queue_up_to_the_limits_and_its_length_is_no_measure_of_the_queue() -> None:
+    scheduler = NarrowScheduler()
+    scheduler.may_answer.set()
+    async with a_door(scheduler) as door:
+        await door.submit("first")
+        await door.publish(RequestOutput("first", (1,)))
+        await door.address.ask(PauseScheduler("keep"), 5)
+        for name in "abc":
+            await door.submit(name)
+        assert (await door.refused("d")).reason is RefusalReason.QUEUE_FULL
+        door.now += 1000
+        await door.address.ask(ResumeScheduler(), 5)
+        await door.publish(RequestOutput("a", (1,)))
+        await door.submit("d")
+        refusal = await door.refused("e")
+        # The 1,000 s between two first tokens would have made it the 60 s that are the most.
+        assert (refusal.reason, refusal.retry_after) == (RefusalReason.QUEUE_FULL, 1)

@@ -144,6 +144,14 @@ async def test_requests_run_to_their_end_one_step_at_a_time() -> None:
         assert (report.free, report.grants) == (8, ())
 
 
+async def test_a_prompt_longer_than_the_budget_of_a_step_is_computed_in_pieces() -> None:
+    async with a_loop() as (loop, _):
+        await loop.add("a", prompt=100, max_tokens=1)
+        assert (await loop.finished("a"))[-1].finish_reason is FinishReason.LENGTH
+        # max_num_batched_tokens is 64.
+        assert [array("i", plan.num_scheduled_tokens).tolist() for plan in loop.executor.plans] == [[64], [36]]
+
+
 async def test_a_parked_request_runs_when_its_blocks_have_landed_and_not_before() -> None:
     async with a_loop() as (loop, _):
         await loop.add("a", prompt=32, ticket=TICKET)
