@@ -7,7 +7,7 @@ leases go through the same orders and reports, only that here the scenario settl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from actors.messages.lease import Ticket
 from actors.messages.plan import StepResult
 from actors.messages.request import EngineRequest, FinishReason, RequestOutput
 from actors.messages.transfer import BlocksLanded, BlocksSent, GrantLease, LeaseGranted, TransferOrder
-from actors.scheduling.connector import NOTHING_REMOTE, RemoteMatch
+from actors.scheduling.connector import NOTHING_REMOTE, Connector, RemoteMatch
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.orders import int32
 from actors.scheduling.request import EncoderInput, RequestExtras, SchedulerRequest
@@ -52,11 +52,14 @@ class ScriptedConnector:
         return len(request.block_ids) if request.request_id in self.delay_free else 0
 
 
+MakeCore = Callable[[SchedulerConfiguration, Connector | None], SchedulerCore]
+
+
 class Driver:
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, make_core: MakeCore = SchedulerCore) -> None:
         self._scenario = scenario
         self._connector = ScriptedConnector()
-        self._core = SchedulerCore(
+        self._core = make_core(
             core_configuration(scenario.config), self._connector if scenario.config.kv_connector else None
         )
         self._planned: deque[ScheduledStep] = deque()

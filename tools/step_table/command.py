@@ -1,0 +1,118 @@
+"""`kvyard steps --log`: the whole table, or one request's way, out of a step log. Answers the exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import msgspec
+
+from actors.scheduling.records import Added, Header
+from actors.step_log.format import StepLogError
+from actors.step_log.reader import read
+from tools.step_table.log import ReplayEnded, WatchedReplay, steps_of_log
+from tools.step_table.text import TextTable
+
+_LONGEST_ID = 46
+_LISTED = 10
+
+
+class Wanted(NamedTuple):
+    request: str | None  # an id, or its unique beginning
+    first: int
+    last: int | None
+    as_json: bool
+    every_row: bool
+
+
+class _NotThere(Exception):
+    pass
+
+
+def show_log(path: Path, wanted: Wanted, width: int | None) -> int:
+    """0; 1: the replay differs; 2: the log cannot be read, or what is wanted is not in it."""
+    try:
+        if wanted.request is not None:
+            return _follow(path, wanted.request, width)
+        return _table(path, wanted, width)
+    except (StepLogError, _NotThere) as error:
+        text = str(error)
+        click.echo(f"kvyard steps: {text if text.startswith(str(path)) else f'{path}: {text}'}", err=True)
+        return 2
+    except ReplayEnded as error:
+        click.echo(f"{path}: {error}", err=True)
+        return 1
+
+
+def _table(path: Path, wanted: Wanted, width: int | None) -> int:
+    with read(path) as log:
+        replay = WatchedReplay(log, first=wanted.first)
+        num_steps = 0
+        encode = msgspec.json.Encoder().encode
+        table = TextTable(log.header.configuration, width=width, longest_id=_LONGEST_ID, folds=not wanted.every_row)
+        if not wanted.as_json:
+            click.echo(_title(log.header))
+            click.echo(table.header())
+        for step in steps_of_log(replay, wanted.last):
+            num_steps += step.number > 0
+            if wanted.as_json:
+                for row in step.rows.values():
+                    click.echo(encode(row))
+            else:
+                for line in table.lines(step):
+                    click.echo(line)
+        if not num_steps:
+            what = "no step was planned" if wanted.first == 1 else f"no step from {wanted.first} on"
+            raise _NotThere(f"{what}; the last is {replay.last_step}")
+        if log.truncated and wanted.last is None:
+            click.echo(f"{path}: the log has no end: its engine was killed, or still runs", err=True)
+    return 0
+
+
+def _title(header: Header) -> str:
+    return (
+        f"{header.engine_id} (role {header.role}, epoch {header.epoch}): async depth {header.async_depth},"
+        f" {header.configuration.usable_blocks} blocks of {header.configuration.block_size} tokens;"
+        f" times in seconds since the log began"
+    )
+
+
+def _follow(path: Path, wanted: str, width: int | None) -> int:
+    from tools.step_table.timeline import Follower
+    from tools.step_table.timeline_text import lines_of
+
+    request_id = _find(path, wanted)
+    ended: ReplayEnded | None = None
+    with read(path) as log:
+        replay = WatchedReplay(log, only=request_id)
+        follower = Follower(request_id, replay.core)
+        try:
+            for record in replay.records():
+                follower.take(record)
+                replay.collector.take()
+        except ReplayEnded as error:
+            ended = error
+        for life in follower.lives():
+            for line in lines_of(life, log.header, width):
+                click.echo(line)
+    if ended is not None:
+        raise ended
+    return 0
+
+
+def _find(path: Path, wanted: str) -> str:
+    """The one request whose id is `wanted`, or begins with it."""
+    found: dict[str, None] = {}
+    with read(path) as log:
+        for record in log:
+            if isinstance(record, Added) and record.request.request_id.startswith(wanted):
+                found[record.request.request_id] = None
+    if wanted in found:
+        return wanted
+    if not found:
+        raise _NotThere(f"no request's id is or begins with {wanted!r}")
+    if len(found) > 1:
+        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        raise _NotThere(f"{wanted!r} is the beginning of {len(found)} ids: {', '.join(list(found)[:_LISTED])}{more}")
+    return next(iter(found))
