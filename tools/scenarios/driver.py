@@ -56,10 +56,10 @@ MakeCore = Callable[[SchedulerConfiguration, Connector | None], SchedulerCore]
 
 
 class Driver:
-    def __init__(self, scenario: Scenario, make_core: MakeCore = SchedulerCore) -> None:
+    def __init__(self, scenario: Scenario, make_core: MakeCore | None = None) -> None:
         self._scenario = scenario
         self._connector = ScriptedConnector()
-        self._core = make_core(
+        self._core = (make_core or SchedulerCore)(
             core_configuration(scenario.config), self._connector if scenario.config.kv_connector else None
         )
         self._planned: deque[ScheduledStep] = deque()
