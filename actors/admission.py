@@ -122,7 +122,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
             case StoryOf():
                 self._tell_story(message, reply)
             case ReportBlocks():
-                self.tasks.start_soon(self._forward, message, reply)
+                self.tasks.start_soon(self._forward, message, reply, ASK_SECONDS)
             case PauseScheduler() | ResumeScheduler() | ResetPrefixCache():
                 self._last_first_token = None  # how long a pause lasts says nothing of how fast the queue moves
                 self.tasks.start_soon(self._forward_control, message, reply)
@@ -251,7 +251,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
         if message.request_id in self._stories:
             reply.send(self._stories[message.request_id])
         elif message.request_id in self._live:
-            self.tasks.start_soon(self._forward, message, reply)
+            self.tasks.start_soon(self._forward, message, reply, ASK_SECONDS)
         else:
             reply.send(None)
 
@@ -261,9 +261,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
         await self._orders.flushed()
         await self._forward(message, reply, math.inf)
 
-    async def _forward(
-        self, message: StoryOf | ReportBlocks | ControlMessage, reply: Reply, seconds: float = ASK_SECONDS
-    ) -> None:
+    async def _forward(self, message: StoryOf | ReportBlocks | ControlMessage, reply: Reply, seconds: float) -> None:
         try:
             reply.send(await self._scheduler.ask(message, seconds))
         except KvyardError as error:

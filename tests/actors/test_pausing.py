@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from actors.messages.admission import ReportBlocks, StoryOf
+from actors.messages.admission import ReportBlocks, StoryOf, Tick
 from actors.messages.control import (
     ControlMessage,
     PauseMode,
@@ -130,6 +130,21 @@ async def test_wait_is_reached_when_the_last_has_run(depth: int) -> None:
         assert await one.text_of("b") == text(10)
 
 
+async def test_wait_is_not_reached_while_one_that_runs_can_just_not_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with operator(1) as (one, loop):
+        await loop.add("a")
+        await loop.executor.until(1)
+        pause = await one.pauses("wait")
+        with monkeypatch.context() as patched:
+            patched.setattr(loop.core, "has_runnable", lambda: False)
+            await loop.executor.go_on()
+            await one.turn()
+            assert pause.answer() is None
+        await loop.address.tell(Tick())
+        assert await one.text_of("a") == text(3)
+        assert await pause.wait() == PauseReport("new", reached=True, aborted=0, running=0, waiting=0)
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 async def test_abort_ends_the_running_the_parked_and_the_queued(depth: int) -> None:
     async with operator(depth) as (one, loop):
@@ -199,8 +214,12 @@ async def test_forced_resets_in_the_middle_of_a_text_change_no_token(depth: int)
         await loop.executor.until(depth)
         resets = [await one.asks(ResetPrefixCache(preempt_running=True)) for _ in range(2)]
         # No new step meanwhile: the blocks come free with the steps that touch them.
-        assert [reset.answer() for reset in resets] == [None, None]
-        assert len(loop.executor.plans) == depth
+        for in_flight in reversed(range(depth)):
+            assert [reset.answer() for reset in resets] == [None, None]
+            assert len(loop.executor.plans) == depth
+            if in_flight:
+                await loop.executor.answer()
+                await one.turn()
         await loop.executor.go_on()
         for reset in resets:
             assert await reset.wait() == PrefixCacheReport(done=True, blocks_held=0, grants=())

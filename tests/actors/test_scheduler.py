@@ -61,7 +61,7 @@ class Sampler(Actor[StepPlan]):
         self.most_in_flight = max(self.most_in_flight, len(self.unanswered))
         self._planned.set()
         if not self.hold:
-            self.tasks.start_soon(self._answer)
+            self.tasks.start_soon(self.answer)
 
     async def until(self, plans: int) -> None:
         while len(self.plans) < plans:
@@ -72,9 +72,10 @@ class Sampler(Actor[StepPlan]):
         """Answers what is held, and whatever comes, at once."""
         self.hold = False
         while self.unanswered:
-            await self._answer()
+            await self.answer()
 
-    async def _answer(self) -> None:
+    async def answer(self) -> None:
+        """The oldest that is held."""
         plan = self.unanswered.pop(0)
         if self.fail:
             await self.results.tell(StepFailed(plan.step, "out of memory"))
