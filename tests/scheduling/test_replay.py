@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from actors.configuration import SchedulerConfiguration
-from actors.scheduling.connector import RemoteMatch
+from actors.scheduling.connector import Connector, RemoteMatch
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.recorded import RecordedCore
 from actors.scheduling.records import (
@@ -26,7 +26,7 @@ from actors.scheduling.request import SchedulerRequest
 from tests.conformance.test_scenarios import FILES, RANDOM
 from tests.scheduling.recorded_runs import must_be_equal, random_run, replayed
 from tests.scheduling.test_state_machine import SchedulerMachine
-from tools.scenarios import driver
+from tools.scenarios.driver import Driver
 from tools.scenarios.format import parse
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ TestRandomRuns.settings = settings(
 class Tape:
     """Notes what a scenario's connector answers, or answers what was noted."""
 
-    def __init__(self, connector: driver.ScriptedConnector) -> None:
+    def __init__(self, connector: Connector) -> None:
         self.connector, self.answers, self.plays = connector, deque[Any](), False
 
     def _of(self, name: str, *arguments: Any) -> Any:
@@ -81,18 +81,17 @@ class Tape:
 
 
 @pytest.mark.parametrize("file", [*FILES, *RANDOM], ids=lambda file: file.stem)
-def test_every_scenario_replays(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_scenario_replays(file: Path) -> None:
     """Drafts, LoRA, encoder inputs, grammars, async steps, failed loads, pauses, resets: whatever scenarios can say."""
     records: list[Record] = []
     made: list[tuple[RecordedCore, Tape | None]] = []
 
-    def recorded(config: SchedulerConfiguration, connector: driver.ScriptedConnector | None = None) -> SchedulerCore:
+    def recorded(config: SchedulerConfiguration, connector: Connector | None) -> SchedulerCore:
         tape = None if connector is None else Tape(connector)
         made.append((RecordedCore(config, records.append, tape), tape))
         return made[0][0]
 
-    monkeypatch.setattr(driver, "SchedulerCore", recorded)
-    observations = list(driver.Driver(parse(file.read_bytes())).run())
+    observations = list(Driver(parse(file.read_bytes()), recorded).run())
     ((core, tape),) = made
     if tape is not None:
         tape.plays = True
