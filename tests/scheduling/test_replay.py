@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import rule
 
 from actors.configuration import SchedulerConfiguration
 from actors.scheduling.connector import Connector, RemoteMatch
@@ -39,15 +37,10 @@ class RecordedMachine(SchedulerMachine):
         self.records: list[Record] = []
         return RecordedCore(self.config, self.records.append)
 
-    @rule(mode=st.sampled_from(["none", "new", "all"]))
-    def pause(self, mode: Any) -> None:
-        self.give(lambda core: core.pause(mode))
-
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
         must_be_equal(self.core, replayed(self.config, self.records).core, self.now)
-        self.give(lambda core: core.pause("none"))
         super().teardown()
         must_be_equal(self.core, replayed(self.config, self.records).core, self.now)
 

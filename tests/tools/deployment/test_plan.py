@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from actors.messages.errors import ConfigurationError
 from tools.deployment.addresses import check_free, free_ports
 from tools.deployment.log_relay import LONGEST_LINE, PrefixedLines, relay
 from tools.deployment.plan import deployment_of, engine_roles, reachable, threads_share
+from tools.deployment.process import folder_of_step_logs
 from tools.deployment.restart import RestartPolicy
 
 
@@ -53,6 +55,29 @@ def test_command_lines() -> None:
     ]  # fmt: skip
     assert deployment.router.url == "http://127.0.0.1:9000"
     assert {member.environment["KVYARD_API_KEY"] for member in (*deployment.engines, deployment.router)} == {"hush"}
+
+
+def test_each_engine_has_its_step_log_in_the_folder() -> None:
+    deployment = deployment_of(
+        UpConfiguration(decode=2),
+        EngineConfiguration(step_log="/logs"),
+        engine_ports=[11, 12, 13],
+        secret_file="/s",
+        cores=4,
+    )
+    flags = [argument for member in deployment.engines for argument in member.command if "step-log" in argument]
+    assert flags == [f"--step-log=/logs/{name}.steplog" for name in ("prefill-0", "decode-0", "decode-1")]
+    assert not any("step-log" in argument for argument in deployment.router.command)
+
+
+def test_the_folder_of_step_logs_is_made_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert folder_of_step_logs("a/b") == f"{tmp_path}/a/b"
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=f"--step-log {tmp_path}/file cannot be a folder .*: File exists"):
+        folder_of_step_logs("file")
 
 
 def test_where_a_listener_is_reached() -> None:
