@@ -79,11 +79,14 @@ async def ask_exactly(
     request_id: str | None = None,
     kv_transfer_params: dict[str, Any] | None = None,
     sampling: dict[str, Any] = GREEDY,
+    priority: int = 0,
 ) -> CompletionUsage:
     """Raises AssertionError at the first chunk whose text is not that of the reference's tokens."""
     expected = reference.output_token_ids[:num_tokens]
     stream_options: Any = {"include_usage": True, "continuous_usage_stats": True}  # the second is unknown to OpenAI
     extra = {"ignore_eos": True, **sampling}
+    if priority:
+        extra["priority"] = priority
     if kv_transfer_params is not None:
         extra["kv_transfer_params"] = kv_transfer_params
     stream = await api.completions.create(
@@ -122,19 +125,25 @@ async def ask_all_exactly(
     concurrency: int = 16,
     id_prefix: str = "",
     sampling: dict[str, Any] = GREEDY,
+    priorities: int = 1,
 ) -> None:
-    """All of them, `concurrency` at a time; with `id_prefix` a request's id is that and its name."""
+    """All of them, `concurrency` at a time, with 0, 1, … `priorities` - 1 in turn as their priorities.
+
+    With `id_prefix` a request's id is that and its name.
+    """
     limit = anyio.CapacityLimiter(concurrency)
 
     async with client(url) as api, anyio.create_task_group() as tasks:
 
-        async def one(reference: Reference) -> None:
+        async def one(reference: Reference, priority: int) -> None:
             async with limit:
                 request_id = f"{id_prefix}{reference.name}" if id_prefix else None
-                await ask_exactly(api, reference, num_tokens, request_id=request_id, sampling=sampling)
+                await ask_exactly(
+                    api, reference, num_tokens, request_id=request_id, sampling=sampling, priority=priority
+                )
 
-        for reference in asked:
-            tasks.start_soon(one, reference)
+        for place, reference in enumerate(asked):
+            tasks.start_soon(one, reference, place % priorities)
 
 
 def num_cached(usage: CompletionUsage) -> int:

@@ -1,13 +1,19 @@
 """In float32, aggregated == prefill/decode == HF transformers, token for token, whatever the engine goes through.
 
-Pairwise over arrangement, pool, prompts and concurrency:
+Pairwise over arrangement, pool, steps in flight and policy (three priorities in turn); small pools preempt:
 
-    aggregated   a small pool, it preempts   all 20 prompts
-    nixl         an ample pool               all 20 prompts    tickets that expired, tickets used before
-    tcp          a small pool, it preempts   up to 129 tokens  tickets that expired, tickets used before
+    aggregated   small   depth 3   fcfs       all 20 prompts
+    nixl         ample   depth 2   fcfs       all 20 prompts    tickets that expired, tickets used before
+    tcp          small   depth 2   fcfs       up to 129 tokens  tickets that expired, tickets used before
 
-each with everything at once from a cold start, then with prefix hits, then sampling with a seed. The whole product is
-`soak` (test_exactness_soak.py); loads that fail by injected faults are in test_failed_loads.py.
+each with everything at once from a cold start, then with prefix hits, then sampling with a seed; and from a cold start
+
+    aggregated   ample   depth 2   priority   up to 129 tokens
+    nixl         small   depth 3   priority   up to 129 tokens
+    tcp          ample   depth 3   priority   up to 129 tokens
+    aggregated   small   depth 1   fcfs       up to 129 tokens
+
+The whole product is `soak` (test_exactness_soak.py); loads that fail by injected faults are in test_failed_loads.py.
 """
 
 from __future__ import annotations
@@ -55,9 +61,25 @@ class Arrangement(msgspec.Struct, frozen=True):
 # 896 tokens: the 13 prompts up to 129 tokens have 1,319.
 LEASES = (f"--lease={LEASE_S}", "--lease-renewal=0.5")
 ARRANGEMENTS = {
-    "aggregated": Arrangement(("--prefill=0", "--kv-memory=128MiB"), list(references()), "both-0", preempts=True),
+    "aggregated": Arrangement(
+        ("--prefill=0", "--kv-memory=128MiB", "--async-depth=3"), list(references()), "both-0", preempts=True
+    ),
     "nixl": Arrangement(("--transport=nixl", *LEASES), list(references()), "decode-0", preempts=False),
     "tcp": Arrangement(("--transport=tcp", "--kv-memory=40MiB", *LEASES), up_to(129), "decode-0", preempts=True),
+}
+
+SMALL = "--kv-memory=40MiB"
+FROM_COLD = {
+    "aggregated-priority": Arrangement(("--prefill=0", "--policy=priority"), up_to(129), "both-0", preempts=False),
+    "nixl-small-depth-3-priority": Arrangement(
+        ("--transport=nixl", SMALL, "--async-depth=3", "--policy=priority"), up_to(129), "decode-0", preempts=True
+    ),
+    "tcp-depth-3-priority": Arrangement(
+        ("--transport=tcp", "--async-depth=3", "--policy=priority"), up_to(129), "decode-0", preempts=False
+    ),
+    "aggregated-small-depth-1": Arrangement(
+        ("--prefill=0", SMALL, "--async-depth=1"), up_to(129), "both-0", preempts=True
+    ),
 }
 
 
@@ -94,8 +116,20 @@ def loads(deployment: Deployment, outcome: str) -> float:
     return deployment.metric("decode-0", "kvyard_kv_loads_total", outcome=outcome)
 
 
+@pytest.mark.parametrize("name", list(FROM_COLD))
+async def test_from_cold(name: str) -> None:
+    arrangement = FROM_COLD[name]
+    with Deployment("--dtype=float32", "--max-model-len=2048", *arrangement.flags) as running:
+        await all_at_once(running, arrangement)
+
+
 async def test_all_at_once(deployment: Deployment, arrangement: Arrangement) -> None:
-    await ask_all_exactly(deployment.url, arrangement.prompts)
+    await all_at_once(deployment, arrangement)
+
+
+async def all_at_once(deployment: Deployment, arrangement: Arrangement) -> None:
+    priorities = 3 if "--policy=priority" in arrangement.flags else 1
+    await ask_all_exactly(deployment.url, arrangement.prompts, priorities=priorities)
     preemptions = deployment.metric(arrangement.engine_id, "kvyard_preemptions_total")
     assert (preemptions > 0) == arrangement.preempts
     if arrangement.has_prefill:

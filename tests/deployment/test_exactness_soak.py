@@ -20,16 +20,20 @@ pytestmark = pytest.mark.soak
 @pytest.mark.parametrize("arrangement", ["aggregated", "nixl", "tcp"])
 @pytest.mark.parametrize("pool", ["1GiB", "80MiB"])  # 80 MiB: 113 blocks, the longest prompt needs 98
 @pytest.mark.parametrize("prefix_caching", [True, False])
-async def test_every_combination(arrangement: str, pool: str, prefix_caching: bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+async def test_every_combination(arrangement: str, pool: str, prefix_caching: bool, depth: int, policy: str) -> None:
     together = arrangement == "aggregated"
     flags = ["--prefill=0"] if together else [f"--transport={arrangement}"]
+    flags += [f"--async-depth={depth}", f"--policy={policy}"]
+    priorities = 3 if policy == "priority" else 1
     if not prefix_caching:
         flags.append("--no-prefix-caching")
     with Deployment("--dtype=float32", "--max-model-len=2048", f"--kv-memory={pool}", *flags) as running:
         engine_id = "both-0" if together else "decode-0"
-        await ask_all_exactly(running.url, references(), concurrency=20)
+        await ask_all_exactly(running.url, references(), concurrency=20, priorities=priorities)
         assert (running.metric(engine_id, "kvyard_preemptions_total") > 0) == (pool == "80MiB")
-        await ask_all_exactly(running.url, references(), concurrency=16)
+        await ask_all_exactly(running.url, references(), concurrency=16, priorities=priorities)
         await ask_all_exactly(running.url, references(), concurrency=1)
         assert (running.metric(engine_id, "kvyard_prefix_cache_hit_tokens_total") > 0) == prefix_caching
         if not together:
