@@ -126,7 +126,7 @@ def test_after_kill_9_all_that_was_flushed_is_read(tmp_path: Path) -> None:
     numbers = [note.step for note in notes if isinstance(note, StepNote)]
     assert len(numbers) == len(notes)
     assert numbers == list(range(1, len(numbers) + 1))
-    assert len(numbers) >= said[-1] > 1000
+    assert len(numbers) >= said[-1] >= 400
 
 
 def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
