@@ -193,6 +193,7 @@ class TransferBook:
                 state.give_back(request, local, now)
         elif was_wanted:
             request.forget_blocks()
+            state.unfinished_prefills.pop(request.request_id, None)  # nor does it reserve the rest
         state.kv.ledger.turn(load.grant, GrantState.QUARANTINED, now, "its failed READ may still write")
         self.quarantined[load.grant.generation] = load
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.messages.errors import RefusalReason
 from actors.messages.request import FinishReason
-from actors.messages.transfer import BlocksLanded, LoadBlocks
+from actors.messages.transfer import BlocksLanded, BlocksQuiet, LoadBlocks, TransferFailed
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.request import EncoderInput, RequestExtras
 from tests.scheduling.builders import core_of, counts, outputs, request_of, result_of, run_step, ticket_of
@@ -47,6 +47,19 @@ def test_if_no_holder_can_go_on_the_last_one_gives_its_blocks_back() -> None:
     assert request is not None
     assert (request.num_computed_tokens, request.block_ids) == (0, [])
     assert request.story.reason == "preempted"
+
+
+def test_a_request_whose_blocks_are_in_quarantine_reserves_no_others() -> None:
+    core = core_of(usable_blocks=4, policy="priority", kv_load_failure_policy="recompute")
+    core.add(request_of("failed", 15, ticket=ticket_of(15), max_tokens=1), 0.0)
+    core.schedule(0.0)
+    generation = generation_of_load(core, "failed")
+    core.apply(TransferFailed("failed", generation, "deadline", quarantined=True), 1.0)
+    core.apply(BlocksQuiet("failed", generation), 2.0)
+    core.add(request_of("first", 4, 100, ticket=ticket_of(4, 100), priority=-1, max_tokens=1), 2.0)
+    core.schedule(2.0)
+    assert core.last_step.loading == {"first": 4}, "4 blocks are free, and nobody was promised them"
+    assert outputs(core) == []
 
 
 def test_an_only_request_that_outgrows_the_pool_ends_with_an_error() -> None:
