@@ -1,6 +1,6 @@
 """Steps that are being filled: rows and moments go to the step they belong to, whole steps come out in order.
 
-Invariant: `blocks_held` of a row is the sum of what its request's rows so far allocated and freed.
+Invariant: what a request holds is the sum of what its rows allocated and freed.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Collector:
         if row.request_id in self._added:
             del self._added[row.request_id]
             row.events.insert(0, "added")
+        row.blocks_held = self.held(row.request_id)
         step.rows[row.request_id] = row
 
     def row(self, step: Step, request_id: str) -> StepRow:
@@ -94,10 +95,19 @@ class Collector:
             row.blocks_shared += change.shared
             row.blocks_freed += change.freed
             row.blocks_kept += change.kept
+            held = self.held(request_id) + change.allocated - change.freed
+            if held:
+                self._held[request_id] = row.blocks_held = held
+            else:
+                self._held.pop(request_id, None)
+                row.blocks_held = 0
             if change.freed and request_id == self.only:
                 self.heard.append(f"{change.freed}{FREED}")
             for text in change.turned:
                 self.event(step, request_id, text)
+
+    def held(self, request_id: str) -> int:
+        return self._held.get(request_id, 0)
 
     def start_with(self, held: Mapping[str, int]) -> None:
         self._held = dict(held)
@@ -106,7 +116,7 @@ class Collector:
         """Steps that nothing can be added to any more, in order."""
         whole = []
         while len(self._open) > 1 and self._is_whole(self._open[0]):
-            whole.append(self._close(self._open.popleft()))
+            whole.append(self._open.popleft())
         return whole
 
     def _is_whole(self, step: Step) -> bool:
@@ -114,16 +124,6 @@ class Collector:
 
     def end(self) -> list[Step]:
         """All others, after the last input: those whose result never came are in flight."""
-        rest = [self._close(step) for step in self._open]
+        rest = list(self._open)
         self._open.clear()
         return rest
-
-    def _close(self, step: Step) -> Step:
-        for row in step.rows.values():
-            held = self._held.get(row.request_id, 0) + row.blocks_allocated - row.blocks_freed
-            row.blocks_held = held
-            if held:
-                self._held[row.request_id] = held
-            else:
-                self._held.pop(row.request_id, None)
-        return step

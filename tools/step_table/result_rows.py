@@ -46,9 +46,11 @@ class ResultRows:
                 continue
             if not self._was_live[place] or planned.epochs[place] != request.epoch:
                 self._collector.event(step, request.request_id, "came back for nothing")
+                row.blocks_held = self._collector.held(request.request_id)
                 continue
             row.token_ids = request.tokens[self._known[place] :]
             count, expected = counts[place], planned.sampled[place]
-            row.num_computed_tokens_after -= max(expected - count, 0)
+            if row.status != Status.PREEMPTED.name:  # by a reset of the prefix cache, after the plan
+                row.num_computed_tokens_after -= max(expected - count, 0)
             if row.num_drafts_scheduled:
                 row.num_drafts_accepted = max(count - 1, 0)

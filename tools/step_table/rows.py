@@ -12,7 +12,7 @@ from actors.scheduling.records import StepNote
 
 
 class StepRow(msgspec.Struct, kw_only=True):
-    """Tokens and blocks are numbers of them. Σ (allocated − freed) of a request's rows so far is `blocks_held`.
+    """Tokens and blocks are numbers of them. Σ (allocated − freed) of a request's rows is what it holds.
 
     Blocks are counted as references: one that two requests share is allocated and freed by each. Without the shared
     and the kept ones, Σ (allocated − freed) over all rows is what is not free of the pool.
@@ -20,8 +20,9 @@ class StepRow(msgspec.Struct, kw_only=True):
 
     step: int | None  # None: the plan has no rows, so it took no number
     request_id: str
-    queue: str  # after the plan: "running" | "waiting" | "skipped" | "": it waits for its lease, or has ended
-    status: str
+    # Both after the plan, or after its end or a reset of the prefix cache later in the step.
+    queue: str  # "running" | "waiting" | "skipped" | "": it waits for its lease, or has ended
+    status: str  # "": it had ended before the step, or came after the plan
     num_computed_tokens: int  # before the step; prefix hits of this step are in it
     num_computed_tokens_after: int  # with the result: without the rejected drafts
     num_known_tokens: int  # known + drafts + placeholders = num_tokens_with_spec, which computed is to catch up with
@@ -36,7 +37,7 @@ class StepRow(msgspec.Struct, kw_only=True):
     blocks_shared: int = 0  # of the allocated: others held them already
     blocks_freed: int = 0
     blocks_kept: int = 0  # of the freed: others hold them still
-    blocks_held: int = 0  # at its end
+    blocks_held: int = 0  # after the last that happened to it in this step
     events: list[str] = []
     token_ids: list[int] = []  # that came out
     why: str = ""  # it was not scheduled

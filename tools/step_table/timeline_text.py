@@ -62,11 +62,11 @@ def _span(span: Span, arrival: float, block_size: int, width: int | None) -> Ite
 def _shapes(step: OwnStep, block_size: int, width: int | None) -> Iterator[str]:
     shapes, row = step.shapes, step.row
     last = shapes.first_position + shapes.num_tokens - 1
-    tokens = f"tokens [{shapes.num_tokens}] of [{shapes.step_tokens}] in {shapes.step_rows} rows"
+    tokens = f"tokens [{shapes.num_tokens}] of [{shapes.step_tokens}] in {_rows(shapes.step_rows)}"
     yield from _wrap(
         f"{_INDENT}{tokens}; positions {_range(shapes.first_position, last)}; block table [{len(shapes.block_table)}]"
         f"{' (whole, with all tokens)' if shapes.is_new else ''}; samples {shapes.num_sampled}"
-        f" ({shapes.step_sampled_rows} sampled rows)",
+        f" ({_rows(shapes.step_sampled_rows)} sample{'s' * (shapes.step_sampled_rows == 1)})",
         width,
         _INDENT,
     )
@@ -108,6 +108,10 @@ def _total(life: Life, spans: Sequence[Span], width: int | None) -> Iterator[str
         f"difference {abs(total - life.wall_s) * 1e3:.3f} ms",
         bold=True,
     )
+
+
+def _rows(number: int) -> str:
+    return f"{number} row{'s' * (number != 1)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -135,6 +135,8 @@ class WatchedCore(SchedulerCore):
         if self._is_watched:
             self.collector.tell("prefix cache reset" if done else "prefix cache not reset: blocks are held")
             for request in reversed(preempted):
+                row = self.collector.row(self.collector.newest, request.request_id)
+                row.queue, row.status, row.num_computed_tokens_after = "waiting", request.status.name, 0
                 self.collector.event(self.collector.newest, request.request_id, f"preempted: {request.story.detail}")
             self._look(self.collector.newest)
         return done
