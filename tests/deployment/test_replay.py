@@ -64,6 +64,28 @@ def replay(log: Path) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+def every_stage_is_shown(*logs: Path) -> None:
+    """`kvyard steps --log LOG --request ID`: the first request of each log, from HTTP to token."""
+    for log in logs:
+        with read(log) as records:
+            added = next(record for record in records if isinstance(record, Added))
+        result = subprocess.run(
+            [sys.executable, "-m", "tools.cli", "steps", "--log", str(log), "--request", added.request.request_id],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        lines = result.stdout.splitlines()
+        assert any(line.endswith("arrival → submitted") for line in lines)
+        assert any(line.endswith("submitted → added") for line in lines)
+        assert sum(" slots " in line for line in lines) >= 2  # of so many steps
+        stages = ("API", "admission", "waiting", "schedule", "hand-over", "execute", "sample", "publish")
+        total = next(place for place, line in enumerate(lines) if line.startswith("total "))
+        assert all(f"{stage} " in lines[total - 1] for stage in stages)
+        assert float(lines[total].split("difference ")[1].split()[0]) <= 0.001  # ms
+
+
 def kinds_in(records: list[Record]) -> set[type[Any]]:
     return {type(record.report if isinstance(record, ReportApplied) else record) for record in records}
 
@@ -86,6 +108,7 @@ async def test_the_logs_of_a_run_with_all_that_can_happen_replay(tmp_path: Path)
         assert code == 0, says
         assert f"{name}: identical: " in says
         assert says.endswith("; without its end\n" if name == names[0] else "; whole\n")
+    every_stage_is_shown(folder / "decode-0.steplog", folder / names[0])
     killed, prefill = list(read(folder / names[0])), list(read(folder / "prefill-0.steplog"))
     assert kinds_in(killed) >= {Added, Aborted, TransferFailed, BlocksLanded, RequestNote, StepNote}
     assert kinds_in(prefill) >= {Added, LeaseGranted, RequestNote, StepNote}

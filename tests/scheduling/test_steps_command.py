@@ -8,9 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from tools.scenarios.driver import core_configuration
+from tools.scenarios.format import parse
+from tools.step_table.scenario import steps_of_scenario
+from tools.step_table.text import TextTable
 from tools.steps import steps
 
 SCENARIO: dict[str, Any] = {
@@ -36,7 +41,7 @@ def run(tmp_path: Path, scenario: object, *flags: str) -> tuple[int, str, str]:
 
 
 def changed(path: list[Any], value: Any) -> dict[str, Any]:
-    scenario = json.loads(json.dumps(SCENARIO))
+    scenario: dict[str, Any] = json.loads(json.dumps(SCENARIO))
     place = scenario
     for key in path[:-1]:
         place = place[key]
@@ -112,7 +117,37 @@ def test_text_that_is_not_json(tmp_path: Path) -> None:
 
 def test_it_imports_nothing_that_serves() -> None:
     """It has to start within 0.3 s."""
-    code = "import sys, tools.steps; print(sorted({'torch', 'aiohttp', 'transformers', 'asyncio'} & set(sys.modules)))"
+    everything = "tools.steps, tools.step_table.scenario, tools.step_table.command, tools.step_table.timeline_text"
+    heavy = {"torch", "aiohttp", "transformers", "asyncio", "rich", "numpy"}
+    code = f"import sys, {everything}; print(sorted({heavy!r} & set(sys.modules)))"
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("columns", [80, 120, 160])
+def test_the_table_fits_the_terminal(columns: int) -> None:
+    """Every feature that has a column is on, and somebody waits for every reason."""
+    scenario = parse(
+        json.dumps(
+            {
+                **SCENARIO,
+                "config": {"block_size": 4, "kv_connector": True, "prefix_caching": True, "num_spec_tokens": 3},
+                "requests": {
+                    "a": SCENARIO["requests"]["a"],
+                    "a-request-with-a-long-name-of-its-own": {
+                        **SCENARIO["requests"]["a"],
+                        "lora": "x",
+                        "structured": True,
+                    },
+                },
+                "actions": [{"add": ["a", "a-request-with-a-long-name-of-its-own"]}, *SCENARIO["actions"][1:]],
+            }
+        ).encode()
+    )
+    table = TextTable(core_configuration(scenario.config), width=columns, longest_id=37)
+    lines = [table.header(), *(line for step in steps_of_scenario(scenario) for line in table.lines(step))]
+    plain = [click.unstyle(line) for line in lines]
+    assert max(map(len, plain)) <= columns
+    text = " ".join(" ".join(line.split()) for line in plain)
+    assert "waits: its grammar is not ready" in text

@@ -117,7 +117,7 @@ class Collector:
         whole = []
         while len(self._open) > 1 and self._is_whole(self._open[0]):
             whole.append(self._open.popleft())
-        return whole
+        return [step for step in whole if step.number or step.moments]
 
     def _is_whole(self, step: Step) -> bool:
         return not step.in_flight and not (self.expects_notes and step.has_rows and step.note is None)

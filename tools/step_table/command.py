@@ -52,8 +52,8 @@ def _table(path: Path, wanted: Wanted, width: int | None) -> int:
         encode = msgspec.json.Encoder().encode
         table = TextTable(log.header.configuration, width=width, longest_id=_LONGEST_ID, folds=not wanted.every_row)
         if not wanted.as_json:
-            click.echo(_title(log.header))
-            click.echo(table.header())
+            for line in (*table.heading(_title(log.header)), table.header()):
+                click.echo(line)
         for step in steps_of_log(replay, wanted.last):
             num_steps += step.number > 0
             if wanted.as_json:

@@ -16,7 +16,7 @@ from actors.configuration import SchedulerConfiguration
 from tools.step_table.rows import Step, StepRow
 
 WIDE = 118  # characters from which on the step and the whole status have a column
-_LEAST_TEXT = 24
+_LEAST_TEXT = 18
 _MOMENT = 12
 _SHORT_STATUS = {
     "WAITING": "WAIT",
@@ -29,9 +29,13 @@ _SHORT_STATUS = {
 
 
 class Column(NamedTuple):
+    name: str
     title: str
     width: int
     is_number: bool = True
+
+    def fit(self, text: str) -> str:
+        return text.rjust(self.width) if self.is_number else text.ljust(self.width)
 
 
 class TextTable:
@@ -41,37 +45,23 @@ class TextTable:
         """`width` None: not a terminal. `folds`: who waits as in the step before is only counted."""
         self._width, self._folds = width, folds
         self._is_wide = width is None or width >= WIDE
-        self._num_tokens = config.max_num_batched_tokens
         self._last: dict[str, tuple[object, ...]] = {}
-        most = len(str(config.max_model_len))
-        self._id_width = min(max(longest_id, 7), 46 if width is None else 20 if self._is_wide else 14)
-        self._columns = [
-            *([Column("step", 6)] if self._is_wide else []),
-            Column("request", self._id_width, False),
-            Column("queue", 7, False),
-            Column("status", 22 if width is None else 11 if self._is_wide else 7, False),
-            Column("computed", max(2 * most + 1, 8)),
-            Column("with spec", 9 if config.num_spec_tokens or config.async_scheduling else max(most, 9)),
-            *([Column("hit", max(most, 3))] if config.prefix_caching else []),
-            *([Column("remote", 6)] if config.kv_connector else []),
-            Column("tokens", 6),
-            *([Column("drafts", 6)] if config.num_spec_tokens else []),
-            Column("blocks", 6),
-            Column("held", 4),
-        ]
+        others = _columns(config, width, self._is_wide)
+        self._id_width = min(max(longest_id, 7), 46)
+        if width is not None:
+            room = width - sum(column.width + 1 for column in others)
+            self._id_width = max(min(self._id_width, 20 if self._is_wide else room), 7)
+        at = 1 if self._is_wide else 0  # behind the step
+        self._columns = [*others[:at], Column("request", "request", self._id_width, False), *others[at:]]
         self._fixed = sum(column.width + 1 for column in self._columns)
         self._is_below = width is not None and width - self._fixed < _LEAST_TEXT
 
     def header(self) -> str:
-        titles = [
-            column.title.rjust(column.width) if column.is_number else column.title.ljust(column.width)
-            for column in self._columns
-        ]
-        line = " ".join(titles) + ("" if self._is_below else " what happened; why it was not scheduled")
-        return click.style(self._cut(line), bold=True)
+        line = " ".join(column.fit(column.title) for column in self._columns)
+        return click.style(line + ("" if self._is_below else " what happened; why it was not scheduled"), bold=True)
 
     def lines(self, step: Step) -> Iterator[str]:
-        yield click.style(self._cut(self._step_line(step)), bold=True)
+        yield from self.heading(_step_line(step))
         for moment in step.moments:
             yield from self._wrapped(f"{moment.when:>{_MOMENT}}  {moment.what}", _MOMENT + 2)
         num_folded = 0
@@ -83,6 +73,10 @@ class TextTable:
         if num_folded:
             yield click.style(f"{'':6} … and {num_folded} more as in their rows before", dim=True)
 
+    def heading(self, text: str) -> Iterator[str]:
+        for line in self._wrapped(text, 8):
+            yield click.style(line, bold=True)
+
     def _is_as_before(self, row: StepRow) -> bool:
         if row.status == "FINISHED":
             self._last.pop(row.request_id, None)
@@ -92,34 +86,11 @@ class TextTable:
         self._last[row.request_id] = key
         return row.is_quiet and was == key
 
-    def _step_line(self, step: Step) -> str:
-        if step.number == 0:
-            return "before the first step"
-        blocks = f"free blocks {step.free_before} → {step.free_after}"
-        if not step.has_rows:
-            return f"no step: nothing to compute, {blocks}"
-        parts = [
-            f"step {step.number}: {step.num_scheduled_tokens} of {step.token_budget} tokens",
-            f"{step.num_scheduled_requests} request{'s' * (step.num_scheduled_requests != 1)}",
-            blocks,
-        ]
-        if step.in_flight:
-            parts.append("IN FLIGHT: its result never came")
-        if step.note is not None:
-            parts.append(
-                f"schedule {step.note.schedule_s * 1e3:.2f} ms, execute {step.execute_s * 1e3:.2f}, "
-                f"sample {step.sample_s * 1e3:.2f}"
-            )
-        return ", ".join(parts)
-
     def _row_lines(self, row: StepRow) -> Iterator[str]:
         cells = self._cells(row)
-        line = " ".join(
-            cells[column.title].rjust(column.width) if column.is_number else cells[column.title].ljust(column.width)
-            for column in self._columns
-        )
+        line = " ".join(column.fit(cells[column.name]) for column in self._columns)
         text = what_happened(row)
-        if self._width is None or not text:
+        if self._width is None or self._fixed + len(text) <= self._width:
             lines = [f"{line} {text}".rstrip()]
         elif self._is_below:
             lines = [line, *textwrap.wrap(text, self._width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
@@ -160,8 +131,45 @@ class TextTable:
         else:
             yield from textwrap.wrap(line, self._width, subsequent_indent=" " * indent, drop_whitespace=False) or [line]
 
-    def _cut(self, line: str) -> str:
-        return line if self._width is None or len(line) <= self._width else f"{line[: self._width - 1]}…"
+
+def _columns(config: SchedulerConfiguration, width: int | None, is_wide: bool) -> list[Column]:
+    """All but the request's. Computed is two numbers of tokens; spec is one, with drafts and placeholders."""
+    most = len(str(config.max_model_len))
+    room = 9 if is_wide else 7
+    return [
+        *([Column("step", "step", 6)] if is_wide else []),
+        Column("queue", "queue", 7, False),
+        Column("status", "status", 22 if width is None else 11 if is_wide else 7, False),
+        Column("computed", "computed", max(2 * most + 1, 8)),
+        Column("with spec", "with spec" if is_wide else "spec", max(room, most)),
+        *([Column("hit", "hit", max(most, 3))] if config.prefix_caching else []),
+        *([Column("remote", "remote" if is_wide else "load", max(most, 6 if is_wide else 4))] * config.kv_connector),
+        Column("tokens", "tokens" if is_wide else "sched", 6 if is_wide else 5),
+        *([Column("drafts", "drafts" if is_wide else "acc", 6 if is_wide else 3)] if config.num_spec_tokens else []),
+        Column("blocks", "blocks", 6),
+        Column("held", "held", 4),
+    ]
+
+
+def _step_line(step: Step) -> str:
+    if step.number == 0:
+        return "before the first step"
+    blocks = f"free blocks {step.free_before} → {step.free_after}"
+    if not step.has_rows:
+        return f"no step: nothing to compute, {blocks}"
+    parts = [
+        f"step {step.number}: {step.num_scheduled_tokens} of {step.token_budget} tokens",
+        f"{step.num_scheduled_requests} request{'s' * (step.num_scheduled_requests != 1)}",
+        blocks,
+    ]
+    if step.in_flight:
+        parts.append("IN FLIGHT: its result never came")
+    if step.note is not None:
+        parts.append(
+            f"schedule {step.note.schedule_s * 1e3:.2f} ms, execute {step.execute_s * 1e3:.2f}, "
+            f"sample {step.sample_s * 1e3:.2f}"
+        )
+    return ", ".join(parts)
 
 
 def what_happened(row: StepRow) -> str:
