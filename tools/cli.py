@@ -25,7 +25,7 @@ COMMANDS = {
     "serve": Entry("tools.serve:serve", "Serve one engine: prefill, decode or both."),
     "router": Entry("tools.router:router", "Pair prefill with decode engines behind one address."),
     "load": Entry("tools.load.command:load", "Measure a server with random prompts in a closed loop."),
-    "steps": Entry("tools.steps:steps", "Run a scheduler scenario step by step."),
+    "steps": Entry("tools.steps:steps", "Show what the scheduler did, step by step: in a scenario, or in a step log."),
     "replay": Entry("tools.replay:replay", "Run the scheduler over a step log again; demand the same plans."),
     "fetch-model": Entry("tools.fetch_model:fetch_model", "Put a model into the local store."),
 }

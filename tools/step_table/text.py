@@ -92,11 +92,13 @@ class TextTable:
         text = what_happened(row)
         if self._width is None or self._fixed + len(text) <= self._width:
             lines = [f"{line} {text}".rstrip()]
-        elif self._is_below:
-            lines = [line, *textwrap.wrap(text, self._width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
         else:
-            first, *rest = textwrap.wrap(text, self._width - self._fixed)
-            lines = [f"{line} {first}", *(" " * self._fixed + part for part in rest)]
+            first, *rest = textwrap.wrap(text, max(self._width - self._fixed, 1))
+            if self._is_below or len(rest) > 1:
+                below = textwrap.wrap(text, self._width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+                lines = [line, *below]
+            else:
+                lines = [f"{line} {first}", *(" " * self._fixed + part for part in rest)]
         style = {"dim": True} if row.is_quiet else {"fg": "red"} if _is_bad(row) else {}
         for each in lines:
             yield click.style(each, **style) if style else each
