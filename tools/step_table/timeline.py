@@ -29,7 +29,7 @@ class Shapes(NamedTuple):
 
     num_tokens: int
     first_position: int
-    block_table: list[int]
+    num_blocks: int  # of the block table
     num_sampled: int
     slots: list[int]  # block_id · block_size + offset of every scheduled token
     step_tokens: int
@@ -197,13 +197,15 @@ class Follower:
         first = sum(new[:place])
         blocks = _ints(plan.new_block_ids)[first : first + new[place]]
         is_new = any(each.request_id == self._id for each in plan.new_requests)
-        self._blocks = blocks if is_new else self._blocks + blocks
+        if is_new:
+            self._blocks.clear()
+        self._blocks += blocks
         size = self._core.config.block_size
         positions = range(computed[place], computed[place] + counts[place])
         return Shapes(
             num_tokens=counts[place],
             first_position=computed[place],
-            block_table=list(self._blocks),
+            num_blocks=len(self._blocks),
             num_sampled=sampled[place],
             slots=[self._blocks[position // size] * size + position % size for position in positions],
             step_tokens=sum(counts),

@@ -64,7 +64,7 @@ def _shapes(step: OwnStep, block_size: int, width: int | None) -> Iterator[str]:
     last = shapes.first_position + shapes.num_tokens - 1
     tokens = f"tokens [{shapes.num_tokens}] of [{shapes.step_tokens}] in {_rows(shapes.step_rows)}"
     yield from _wrap(
-        f"{_INDENT}{tokens}; positions {_range(shapes.first_position, last)}; block table [{len(shapes.block_table)}]"
+        f"{_INDENT}{tokens}; positions {_range(shapes.first_position, last)}; block table [{shapes.num_blocks}]"
         f"{' (whole, with all tokens)' if shapes.is_new else ''}; samples {shapes.num_sampled}"
         f" ({_rows(shapes.step_sampled_rows)} sample{'s' * (shapes.step_sampled_rows == 1)})",
         width,
