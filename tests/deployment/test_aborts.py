@@ -18,6 +18,7 @@ import pytest
 
 from tests.deployment.clients import MODEL, Question, ask, expected, in_background, prompt_of
 from tests.deployment.harness import Deployment
+from tests.deployment.modes import DEPTH_3, PRIORITY, SMALL
 
 SEED = 20
 AT_ONCE = 8
@@ -26,6 +27,7 @@ VOCABULARY = range(17, 49152)
 MAX_TOKENS = 10
 PATIENCE_S = 60.0
 FLAGS = ("--dtype=float32", "--fault=slow:0.5,slow_s:0.4", "--lease=10", "--lease-renewal=2")
+MODES = {"tcp": (*DEPTH_3, *PRIORITY), "nixl": SMALL}
 
 LEAVES = ("by time", "at an event", "in prefill", "in a load")
 STATES = {"in prefill": ("prefill-0", ("queued", "prefill")), "in a load": ("decode-0", ("waiting_for_remote_kvs",))}
@@ -33,7 +35,7 @@ STATES = {"in prefill": ("prefill-0", ("queued", "prefill")), "in a load": ("dec
 
 @pytest.fixture(scope="module", params=["tcp", "nixl"])
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    with Deployment(*FLAGS, f"--transport={request.param}") as running:
+    with Deployment(*FLAGS, f"--transport={request.param}", *MODES[request.param]) as running:
         yield running
 
 

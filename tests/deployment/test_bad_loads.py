@@ -12,14 +12,16 @@ import pytest
 
 from tests.deployment.clients import Question, ask, expected, in_background, prompt_of
 from tests.deployment.harness import Deployment, wait_for
+from tests.deployment.modes import DEPTH_3, PRIORITY, SMALL
 
 LEASE_S = 3.0
+MODES = {"tcp": (*PRIORITY, *SMALL), "nixl": (*DEPTH_3, *PRIORITY, *SMALL)}
 
 
 @pytest.fixture(scope="module", params=["tcp", "nixl"])
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
     flags = ("--dtype=float32", f"--lease={LEASE_S}", "--lease-renewal=0.8", "--fault=corrupt:1")
-    with Deployment(*flags, f"--transport={request.param}") as running:
+    with Deployment(*flags, f"--transport={request.param}", *MODES[request.param]) as running:
         yield running
 
 

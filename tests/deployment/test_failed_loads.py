@@ -12,6 +12,7 @@ import pytest
 
 from tests.deployment.exactness import ask_all_exactly, references, up_to
 from tests.deployment.harness import Deployment
+from tests.deployment.modes import DEPTH_3, EVERY_MODE, PRIORITY, SMALL, SMALL_POOL
 
 LOAD_TIMEOUT_S = 2.0
 MAX_ROUNDS = 8
@@ -21,35 +22,35 @@ FAULTS = (
     "corrupt:0.4,drop:0.04,delay:0.3,delay_s:0.1,duplicate:0.3,reorder:0.3,death:0.05,stall:0.2,stall_s:3,seed:11"
 )
 REASONS = {"checksum", "deadline", "peer_lost"}
-# 45 blocks hold 720 tokens; the 13 prompts have 1,319 with their answers. It may lie in quarantine as a whole.
-SMALL_POOL_MEMORY = "--kv-memory=32MiB"
-SMALL_POOL = (SMALL_POOL_MEMORY, "--max-quarantined-share=1")
 
 
 @pytest.mark.parametrize(
     ("flags", "num_tokens"),
     [
-        pytest.param(("--transport=nixl", "--no-prefix-caching"), 16, id="nixl"),
-        pytest.param(("--transport=tcp", *SMALL_POOL), 64, id="tcp-small-pool"),
+        pytest.param(("--transport=nixl", "--no-prefix-caching", *PRIORITY), 16, id="nixl-priority"),
+        # The 13 prompts have 1,319 tokens with their answers.
+        pytest.param(("--transport=tcp", *SMALL, *DEPTH_3), 64, id="tcp-small-pool-depth-3"),
+        *(pytest.param(mode, 64, id=" ".join(mode), marks=pytest.mark.soak) for mode in EVERY_MODE),
     ],
 )
 async def test_all_faults_at_once(flags: tuple[str, ...], num_tokens: int) -> None:
     with Deployment("--dtype=float32", f"--kv-load-timeout={LOAD_TIMEOUT_S}", f"--fault={FAULTS}", *flags) as running:
-        await until_all_reasons(running, num_tokens)
+        await until_all_reasons(running, num_tokens, priorities=3 if "--policy=priority" in flags else 1)
         assert running.metric("decode-0", "kvyard_kv_loads_total", outcome="recomputed") >= len(REASONS)
         assert running.metric("decode-0", "kvyard_kv_loads_total", outcome="landed") > 0
         assert running.metric("decode-0", "kvyard_kv_loads_total", outcome="failed") == 0
-        if SMALL_POOL_MEMORY in flags:
+        if SMALL_POOL in flags:
             assert running.metric("decode-0", "kvyard_preemptions_total") > 0
         running.wait_quiet()
         running.wait_healthy()
 
 
-async def until_all_reasons(deployment: Deployment, num_tokens: int) -> None:
+async def until_all_reasons(deployment: Deployment, num_tokens: int, priorities: int) -> None:
     asked, seen = up_to(129), set[str]()
     for number in range(MAX_ROUNDS):
         # More rounds are only for more loads.
-        await ask_all_exactly(deployment.url, asked, 4 if number else num_tokens, id_prefix=f"{number}-")
+        count = 4 if number else num_tokens
+        await ask_all_exactly(deployment.url, asked, count, id_prefix=f"{number}-", priorities=priorities)
         for reference in asked:
             for part in deployment.intervals(f"{number}-{reference.name}", "decode-0"):
                 if "load failed: " in part["detail"]:

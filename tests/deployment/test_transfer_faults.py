@@ -13,6 +13,7 @@ import pytest
 
 from tests.deployment.clients import Departing, Question, ask, expected, in_background, prompt_of
 from tests.deployment.harness import Deployment, get_json, wait_for
+from tests.deployment.modes import DEPTH_3, PRIORITY
 
 READ_S = 2.0
 LOAD_TIMEOUT_S = 6.0  # also a loaded machine reads in a third of it
@@ -27,6 +28,7 @@ FLAGS = (
     "--lease-renewal=3",
 )
 QUIET_S = LEASE_S + 20
+MODES = {"tcp": PRIORITY, "nixl": DEPTH_3}
 
 
 @pytest.fixture(scope="module", params=["tcp", "nixl"])
@@ -36,7 +38,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def shared(transport: str) -> Iterator[Deployment]:
-    with Deployment(*FLAGS, f"--transport={transport}") as running:
+    with Deployment(*FLAGS, f"--transport={transport}", *MODES[transport]) as running:
         yield running
 
 
