@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: up test soak bench lint format clean
+.PHONY: up test soak mutation bench lint format clean
 
 # The stamp is newer than what it was made from, so a changed requirement installs again and an unchanged one costs nothing.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,6 +29,9 @@ test: lint
 soak: $(VENV)/.installed
 	$(BIN)/kvyard fetch-model
 	$(BIN)/pytest -m soak $(ARGS)
+
+mutation: $(VENV)/.installed
+	$(BIN)/python -m tools.mutation $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/kvyard fetch-model
