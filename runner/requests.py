@@ -156,7 +156,8 @@ class RequestTable:
                 f"step {step}, request {row.state.request_id}: computes up to token {row.end}, "
                 f"but {known} are known and its blocks hold {room}"
             )
-        if (row.state.token_ids[row.num_computed : row.end - row.from_slot] < 0).any():
+        on_host = row.state.token_ids[row.num_computed : row.end - row.from_slot]
+        if len(on_host) and on_host.min() < 0:
             raise ValueError(
                 f"step {step}, request {row.state.request_id}: computes tokens {row.num_computed} to {row.end - 1}, "
                 "among them one that is still on its way from the device and not the last"

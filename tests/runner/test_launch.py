@@ -144,8 +144,23 @@ def test_sampled_tokens_can_be_computed_again(runner: ModelRunner, monkeypatch: 
     with pytest.raises(ValueError, match="computes tokens 16 to 22, among them one that is still on its way"):
         runner.launch(plan(4, [("a", 16, 7, [])]))
     first = tokens_of(steps)
-    again = runner.launch(plan(5, [("a", 16, 7, [])]))
-    assert tokens_of([again]) == [first[3]]
+    again = runner.launch(plan(5, [("a", 16, 6, [])]))
+    assert tokens_of([again]) == [first[2]]
+    # What stood behind is void: of the token that step 3 sampled nothing is known any more.
+    with pytest.raises(ValueError, match="computes up to token 24, but 23 are known"):
+        runner.launch(plan(6, [("a", 23, 1, [])]))
+    assert tokens_of([runner.launch(plan(7, [("a", 22, 1, [])]))]) == [first[3]]
+
+
+def test_a_rollback_with_steps_in_flight(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that steps 1 and 2 sample arrive when their places in the sequence are gone."""
+    answer_late(monkeypatch)
+    steps = [runner.launch(plan(0, [("a", 0, 20, [3, 9])], [new("a")]))]
+    steps += [runner.launch(plan(step, [("a", 19 + step, 1, [])])) for step in range(1, 3)]
+    steps.append(runner.launch(plan(3, [("a", 16, 4, [])])))
+    first = tokens_of(steps)
+    assert first[3] == first[0]
+    assert tokens_of([runner.launch(plan(4 + k, [("a", 20 + k, 1, [])])) for k in range(2)]) == first[1:3]
 
 
 @pytest.mark.parametrize("longest", [1, 4])
@@ -157,6 +172,9 @@ def test_slots_are_as_many_as_live_requests(longest: int) -> None:
         rows = table.apply(plan(step, [(live[-1], 0, 20, [1, 2])], [new(live[-1])], dropped))
         assert len(table) == len(live)
         assert rows[0].state.slot < longest
+    # Told anew without having been dropped.
+    table.apply(plan(40, [(live[0], 0, 20, [1, 2])], [new(live[0])]))
+    table.apply(plan(41, [("last", 0, 20, [1, 2])], [new("last")], live))
     assert table.num_slots == longest
 
 
