@@ -6,7 +6,7 @@ The Structs are frozen and validated by `msgspec.convert`; whoever needs a setti
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -45,11 +45,21 @@ class SchedulerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_connector: bool = False
     load_timeout_s: Seconds = 30.0
-    # Robust rules that scenarios leave off because the reference does otherwise.
+    # Rules in which the reference is worse than need be. The defaults are its own, an engine sets ROBUST_RULES.
     fence_frees: bool = False  # blocks that a dispatched step still touches come back with its result
     standstill_patience: int = 100  # schedule()s in a row that bring no token before waiting requests are reordered
     forget_uncomputed: bool = False  # a victim's blocks that its step was to compute are not found in the prefix cache
     trim_padding: bool = False  # a row has no more empty drafts than its scheduled tokens leave room for
+    pass_over_self_victim: bool = False  # a request that preempted itself does not end the running pass for others
+
+
+ROBUST_RULES: dict[str, Any] = {
+    "fence_frees": True,
+    "standstill_patience": 0,
+    "forget_uncomputed": True,
+    "trim_padding": True,
+    "pass_over_self_victim": True,
+}
 
 
 class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actors.admission import AdmissionActor, AdmissionLimits, AdmissionMessage
-from actors.configuration import EngineConfiguration, SchedulerConfiguration
+from actors.configuration import ROBUST_RULES, EngineConfiguration, SchedulerConfiguration
 from actors.health import Watchdog
 from actors.kernel.address import Address
 from actors.kernel.system import ActorSystem
@@ -172,10 +172,7 @@ def scheduler_configuration(
         kv_load_failure_policy=configuration.kv_load_failure_policy,
         kv_connector=True,
         load_timeout_s=configuration.kv_load_timeout,
-        fence_frees=True,
-        standstill_patience=0,
-        forget_uncomputed=True,
-        trim_padding=True,
+        **ROBUST_RULES,
     )
 
 

@@ -130,7 +130,7 @@ def _make_room(
         step.preempted.append(victim.request_id)
         if victim is request:
             request.starved = not running
-            return index, "ended"
+            return index, "wait" if state.config.pass_over_self_victim else "ended"
     return index, "fits"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.configuration import SchedulerConfiguration
+from actors.configuration import ROBUST_RULES, SchedulerConfiguration
 from actors.messages.lease import Ticket, prompt_digest
 from actors.messages.plan import StepPlan, StepResult
 from actors.messages.request import EngineRequest, RequestOutput
@@ -12,7 +12,7 @@ from actors.scheduling.core import SchedulerCore
 from actors.scheduling.orders import int32
 from tests.scheduling.simulated import ints
 
-ROBUST: dict[str, Any] = {"standstill_patience": 0, "forget_uncomputed": True, "trim_padding": True}
+ROBUST: dict[str, Any] = {**ROBUST_RULES, "fence_frees": False}
 
 
 def core_of(**config: Any) -> SchedulerCore:

@@ -152,7 +152,7 @@ def test_nothing_is_runnable_until_something_happens() -> None:
 
 def test_a_step_that_only_preempted_is_followed_by_another() -> None:
     """Priority: the first of `running` is its own victim; the step is empty and the others still have tokens to do."""
-    core = core_of(usable_blocks=4, policy="priority")
+    core = core_of(usable_blocks=4, policy="priority", pass_over_self_victim=False)
     core.add(request_of("low", 8, priority=5), 0.0)
     first = core.schedule(0.0)
     core.add(request_of("high", 6, 100, priority=0), 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.configuration import SchedulerConfiguration
+from actors.configuration import ROBUST_RULES, SchedulerConfiguration
 from actors.messages.request import FinishReason
 from actors.messages.transfer import (
     BlocksLanded,
@@ -24,7 +24,13 @@ from actors.scheduling.core import SchedulerCore
 from actors.scheduling.request import EncoderInput, RequestExtras, SchedulerRequest
 from tests.scheduling.builders import core_of, counts, outputs, request_of, result_of, run_step, ticket_of
 
-REFERENCE = {"standstill_patience": 100, "forget_uncomputed": False, "trim_padding": False}
+REFERENCE = {
+    "fence_frees": False,
+    "standstill_patience": 100,
+    "forget_uncomputed": False,
+    "trim_padding": False,
+    "pass_over_self_victim": False,
+}
 
 
 class AllRemote:
@@ -50,7 +56,22 @@ def generation_of(core: SchedulerCore, request_id: str) -> int:
 def test_the_reference_s_side_of_each_key_is_the_default() -> None:
     defaults = SchedulerConfiguration()
     assert {key: getattr(defaults, key) for key in REFERENCE} == REFERENCE
-    assert not defaults.fence_frees
+    assert REFERENCE.keys() == ROBUST_RULES.keys()
+
+
+@pytest.mark.parametrize(("pass_over_self_victim", "scheduled"), [(False, {}), (True, {"hi": 1})])
+def test_o2_a_request_that_preempts_itself(pass_over_self_victim: bool, scheduled: dict[str, int]) -> None:
+    """Row 18. The reference ends its step there, though a more important request behind it could run."""
+    core = core_of(usable_blocks=4, policy="priority", kv_connector=False, pass_over_self_victim=pass_over_self_victim)
+    core.add(request_of("lo", 8, priority=5), 0.0)
+    first = core.schedule(0.0)
+    core.add(request_of("hi", 6, 100, priority=0), 0.0)
+    second = core.schedule(0.0)
+    assert (counts(first), counts(second)) == ({"lo": 8}, {"hi": 6})
+    for plan in (first, second):
+        core.apply(result_of(plan), 0.0)
+    assert run_step(core) == scheduled
+    assert core.last_step.preempted == ["lo"]
 
 
 def test_f1_a_report_that_nobody_waits_for_is_counted() -> None:

@@ -16,14 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.configuration import SchedulerConfiguration
+from actors.configuration import ROBUST_RULES, SchedulerConfiguration
 from actors.messages.errors import RefusalReason
 from actors.messages.plan import StepPlan, StepResult
 from actors.messages.request import EngineRequest, FinishReason, RequestOutput
 from actors.messages.transfer import BlocksLanded, BlocksQuiet, BlocksSent, LeaseExpired, TransferFailed
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.request import EncoderInput, RequestExtras
-from tests.scheduling.builders import ROBUST
 from tests.scheduling.simulated import SimulatedTransfers, SimulatedWorker, ints
 
 STOP_TOKEN = 2
@@ -80,8 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             kv_load_failure_policy=failure,
             kv_connector=True,
-            fence_frees=True,
-            **ROBUST,
+            **ROBUST_RULES,
             num_spec_tokens=num_spec_tokens,
             max_loras=max_loras,
             encoder_budget=encoder[0],
