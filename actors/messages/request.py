@@ -45,7 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True):
     ticket: Ticket | None = None  # decode side: where the prompt's blocks lie
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step (or one event) did to one request. `finish_reason` ends it; `error` says why it is ERROR."""
 
     request_id: str

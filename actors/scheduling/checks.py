@@ -100,14 +100,14 @@ def _check_request(state: SchedulerState, request: SchedulerRequest) -> None:
     )
     _require(held >= request.num_computed_tokens, "computed beyond its blocks", request)
     _require(request.num_registered <= len(request.block_ids), "registered beyond its blocks", request)
-    expected = [
+    expected = tuple(
         InFlightTokens(step.step, step.sampled[row])
         for step in state.in_flight.values()
         for row, other in enumerate(step.requests)
         if other is request and step.epochs[row] == request.epoch and step.sampled[row]
-    ]
+    )
     _require(
-        request.in_flight == (expected if state.config.async_scheduling else []),
+        request.in_flight == (expected if state.config.async_scheduling else ()),
         f"{request.in_flight} is in flight by its record, {expected} by the steps",
         request,
     )

@@ -105,7 +105,7 @@ class SchedulerCore:
         """Draft tokens for its next step; one that is unknown or has prompt left to compute gets none."""
         request = self._state.requests.get(request_id)
         if request is not None and request.status is not Status.FINISHED:
-            request.drafts = [] if request.is_prefill_chunk else list(tokens)
+            request.drafts = () if request.is_prefill_chunk else list(tokens)
 
     def grammar_ready(self, request_id: str) -> None:
         self._changed = True

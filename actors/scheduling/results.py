@@ -54,8 +54,8 @@ def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, 
         if request.status is Status.FINISHED or step.epochs[row] != request.epoch:
             continue
         if asynchronous and expected:
-            arrived = request.in_flight.pop(0)
-            assert arrived.step == step.step
+            assert request.in_flight[0].step == step.step
+            request.in_flight = request.in_flight[1:]
         if count < expected and request.num_computed_tokens > 0:
             # Rejected drafts; or, if there is no token at all, the whole row was for nothing.
             request.num_computed_tokens = max(request.num_computed_tokens - (expected - count), 0)

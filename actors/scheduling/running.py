@@ -60,8 +60,8 @@ def schedule_running(state: SchedulerState, step: ScheduledStep, now: float) -> 
         num_drafts = max(count + computed - num_known - placeholders, 0)
         if request.drafts:
             if num_drafts:
-                step.drafts[request.request_id] = request.drafts[:num_drafts]
-            request.drafts = []
+                step.drafts[request.request_id] = list(request.drafts[:num_drafts])
+            request.drafts = ()
         step.has_prefill_chunk |= request.is_prefill_chunk
         add_row(state, step, request, count, num_drafts, new_blocks)
         if runs:
@@ -98,7 +98,7 @@ def add_row(
     if kv.caching and min(computed, num_known) // kv.block_size > request.num_registered:
         kv.register(request, min(computed, num_known))
     if num_sampled and state.config.async_scheduling:
-        request.in_flight.append(InFlightTokens(step.step, num_sampled))
+        request.in_flight += (InFlightTokens(step.step, num_sampled),)
         if state.config.num_spec_tokens:
             request.drafts = [-1] * state.config.num_spec_tokens
 
@@ -147,7 +147,7 @@ def _unschedule(state: SchedulerState, step: ScheduledStep, victim: SchedulerReq
     """What this step was to compute stays uncomputed, so nobody may hit it."""
     row = step.requests.index(victim)
     if state.config.async_scheduling and step.sampled[row]:
-        victim.in_flight.pop()
+        victim.in_flight = victim.in_flight[:-1]
     if state.config.forget_uncomputed:
         state.kv.unregister(victim, step.computed[row])
     step.remove_row(row)

@@ -86,7 +86,7 @@ class SchedulerState:
         request.forget_blocks()
         self.encoder.release_all(request)
         self.unfinished_prefills.pop(request.request_id, None)
-        request.drafts = []
+        request.drafts = ()
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.status = Status.PREEMPTED

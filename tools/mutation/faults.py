@@ -41,7 +41,7 @@ FAULTS = (
         "results", "computed_tokens - (expected - count)", "computed_tokens - expected", "accepted drafts taken back"
     ),
     Fault("results", "else first * state", "else (first + 1) * state", "a bad block is taken for good"),
-    Fault("stop", "num_outputs >= engine_request.min_tokens", "num_outputs > engine_request.min_tokens", "min_tokens"),
+    Fault("stop", "num_outputs >= request.min_tokens", "num_outputs > engine_request.min_tokens", "min_tokens"),
     Fault("transfers", "load.grant.request_id != request_id", "load.quiet", "a report for somebody else's load"),
     Fault(
         "transfers", "min(state.config.load_timeout_s, remaining / 2)", "remaining", "a load that outlives its request"
@@ -50,7 +50,7 @@ FAULTS = (
         "encoder", "max(item.offset - start, 0)", "max(item.offset - start, 1)", "tokens without their encoder output"
     ),
     Fault("step", "self.budget += self.counts[row]", "self.budget += 1", "a victim's tokens are not given back"),
-    Fault("state", "        request.drafts = []\n", "", "drafts outlive a preemption"),
+    Fault("state", "        request.drafts = ()\n", "", "drafts outlive a preemption"),
     Fault("core", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < now", "late by one deadline"),
     Fault("impasse", "_revoke(state, waiting_holders[-1], now)", "return False", "nobody gives blocks back"),
 )
