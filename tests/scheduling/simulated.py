@@ -211,6 +211,9 @@ class SimulatedTransfers:
         self.delivered.append(report)
         return report
 
+    def lose(self, place: int) -> None:
+        del self.due[place]
+
     def write_something(self) -> None:
         """Bytes of loads under way land at any time: whoever owns these blocks meanwhile is wrong."""
         for generation in self.writing:

@@ -102,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.extras: dict[str, RequestExtras] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.disturbed: set[str] = set()  # aborted
+        self.has_lost = False
         self.results: list[StepResult] = []
         self.inputs: list[Callable[[SchedulerCore], Any]] = []
         self.answers: list[Any] = []
@@ -284,6 +285,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if isinstance(message, StepResult | BlocksLanded | TransferFailed | BlocksSent | LeaseExpired):
             assert self.core.stats().late_events_total == late + 1
 
+    @precondition(lambda self: self.transfers.due)
+    @rule(place=st.integers(0, 50), is_lost=st.sampled_from([False] * 9 + [True]))
+    def lose(self, place: int, is_lost: bool) -> None:
+        """A report that never comes: what it would have freed stays accounted for, and nobody else is held up by it."""
+        if is_lost:
+            self.transfers.lose(place % len(self.transfers.due))
+            self.has_lost = True
+
     @rule()
     def unknown_messages(self) -> None:
         now, late = self.now, self.core.stats().late_events_total
@@ -330,6 +339,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         self.give(lambda core: core.pause("none"))
+        if self.has_lost:
+            self.all_is_accounted_for()
+            return
         for request_id in list(self.added):
             self.give(lambda core, request_id=request_id: core.grammar_ready(request_id))
         idle = rounds = 0
@@ -349,6 +361,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert idle < 3, f"stuck: {[self.core.live(name) for name in self.core.live_request_ids()]}"
         self.all_is_given_back()
         self.every_answer_is_right()
+        self.same_inputs_same_plans()
+
+    def all_is_accounted_for(self) -> None:
+        """After a loss: everybody can be aborted, and only blocks of transfers that have not ended are not free."""
+        now = self.now
+        for request_id in self.core.live_request_ids():
+            self.give(lambda core, request_id=request_id: core.abort(request_id, now, "test"))
+        while self.worker.plans:
+            self.apply_oldest()
+        while self.transfers.due:
+            self.deliver(0)
+        self.core.check()
+        assert self.core.live_request_ids() == []
+        lost = set(self.transfers.writing) | set(self.transfers.reading)
+        assert {grant.generation for grant in self.core.blocks_report(now).grants} <= lost
         self.same_inputs_same_plans()
 
     def all_is_given_back(self) -> None:

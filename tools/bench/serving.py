@@ -1,4 +1,6 @@
-"""`python -m tools.bench.serving`: prefill/decode against aggregated, on the same machine, taking turns.
+"""`python -m tools.bench.serving`: two deployments on the same machine, taking turns.
+
+By default prefill/decode against aggregated; `--compare depth` has an engine that plans ahead against one that waits.
 
 Both deployments stand side by side all the time (an idle one costs about 1 % of a core), so a turn costs no start.
 """
@@ -6,6 +8,7 @@ Both deployments stand side by side all the time (an idle one costs about 1 % of
 from __future__ import annotations
 
 import statistics
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -14,19 +17,27 @@ from rich.table import Table
 
 from tools.bench.processes import load, running
 
-DEPLOYMENTS = {"aggregated": ("--prefill=0", "--decode=1"), "prefill/decode": ("--prefill=1", "--decode=1")}
+# What is compared: each the deployment that is measured against, then the one of interest.
+COMPARISONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "arrangement": {"aggregated": ("--prefill=0", "--decode=1"), "prefill/decode": ("--prefill=1", "--decode=1")},
+    "depth": {"depth 1": ("--prefill=0", "--async-depth=1"), "depth 2": ("--prefill=0", "--async-depth=2")},
+}
+Reports = dict[str, list[dict[str, Any]]]
 
 
 def measure(
-    rounds: int, concurrency: int, requests: int, input_len: int, output_len: int, flags: tuple[str, ...]
-) -> dict[str, list[dict[str, Any]]]:
+    deployments: dict[str, tuple[str, ...]],
+    rounds: int,
+    concurrency: int,
+    requests: int,
+    input_len: int,
+    output_len: int,
+    flags: tuple[str, ...],
+) -> Reports:
     """The reports of `kvyard load`, by deployment, one per round."""
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in DEPLOYMENTS}
-    with (
-        running("up", *DEPLOYMENTS["aggregated"], *flags) as (aggregated, _),
-        running("up", *DEPLOYMENTS["prefill/decode"], *flags) as (split, _),
-    ):
-        urls = {"aggregated": aggregated, "prefill/decode": split}
+    reports: Reports = {name: [] for name in deployments}
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(running("up", *own, *flags))[0] for name, own in deployments.items()}
         for index in range(rounds):
             for name in list(urls) if index % 2 == 0 else list(reversed(urls)):
                 report = load(
@@ -41,7 +52,7 @@ def measure(
     return reports
 
 
-def table(title: str, reports: dict[str, list[dict[str, Any]]]) -> Table:
+def table(title: str, reports: Reports) -> Table:
     result = Table(title=title)
     for column in ("", "output tokens/s", "first token p50, ms", "between tokens p50, ms", "end to end p50, s"):
         result.add_column(column, justify="left" if not column else "right")
@@ -53,23 +64,25 @@ def table(title: str, reports: dict[str, list[dict[str, Any]]]) -> Table:
             f"{1e3 * statistics.median(row['time_between_tokens_s']['p50'] for row in rows):.1f}",
             f"{statistics.median(row['end_to_end_s']['p50'] for row in rows):.2f}",
         )
+    against, of_interest = reports.values()
     ratios = [
-        split["output_tokens_per_s"] / whole["output_tokens_per_s"]
-        for whole, split in zip(reports["aggregated"], reports["prefill/decode"], strict=True)
+        ours["output_tokens_per_s"] / other["output_tokens_per_s"]
+        for other, ours in zip(against, of_interest, strict=True)
     ]
     result.add_row("ratio, median of the rounds", f"{statistics.median(ratios):.2f}", "", "", "", style="bold")
     return result
 
 
 @click.command()
+@click.option("--compare", type=click.Choice(list(COMPARISONS)), default="arrangement", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--input-len", default=256, show_default=True)
 @click.option("--output-len", default=128, show_default=True)
 @click.option("--flag", "flags", multiple=True, help="passed on to both deployments, such as --flag=--threads=2")
-def main(rounds: int, input_len: int, output_len: int, flags: tuple[str, ...]) -> None:
+def main(compare: str, rounds: int, input_len: int, output_len: int, flags: tuple[str, ...]) -> None:
     """Output tokens per second at concurrency 16 and 1; medians of alternating rounds."""
     for concurrency, requests in ((16, 48), (1, 4)):
-        reports = measure(rounds, concurrency, requests, input_len, output_len, flags)
+        reports = measure(COMPARISONS[compare], rounds, concurrency, requests, input_len, output_len, flags)
         title = f"concurrency {concurrency}, {input_len} in, {output_len} out, {rounds} rounds {' '.join(flags)}"
         Console().print(table(title, reports))
 
