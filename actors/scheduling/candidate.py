@@ -191,3 +191,4 @@ def _add_admitted_row(
     add_row(state, step, request, count, num_drafts, request.block_ids)
     request.story.detail = state.why_it_waits(request)
     request.story.turn("prefill", now)
+    request.story_says_prefill = True

@@ -91,6 +91,7 @@ class SchedulerRequest:
         "status",
         "stop_ids",
         "story",
+        "story_says_prefill",
         "ticket",
         "tokens",
     )
@@ -126,6 +127,7 @@ class SchedulerRequest:
         self.ticket: Ticket | None = request.ticket  # until the release obligation is discharged or handed over
         self.load_phase = LoadPhase.NONE
         self.load_failed = False
+        self.story_says_prefill = False  # since its last admission no token has come
         self.story = Story("waiting_for_grammar" if extras.needs_grammar else "queued", min(request.arrival, now))
 
     @property

@@ -63,12 +63,10 @@ def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, 
             state.encoder.release_passed(request, request.num_computed_tokens - request.num_placeholders)
         if not tokens:
             continue
-        if request.num_output_tokens == 0:
-            num_cached = request.num_cached_tokens
-            if request.status is Status.RUNNING:
-                request.story.turn("decode", now)
-        else:
-            num_cached = 0
+        num_cached = request.num_cached_tokens if request.num_output_tokens == 0 else 0
+        if request.story_says_prefill and request.status is Status.RUNNING:
+            request.story_says_prefill = False
+            request.story.turn("decode", now)
         stop = None
         for place, token in enumerate(tokens):
             request.tokens.append(token)

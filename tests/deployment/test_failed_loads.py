@@ -29,7 +29,7 @@ REASONS = {"checksum", "deadline", "peer_lost"}
     [
         pytest.param(("--transport=nixl", "--no-prefix-caching", *PRIORITY), 16, id="nixl-priority"),
         # The 13 prompts have 1,319 tokens with their answers.
-        pytest.param(("--transport=tcp", *SMALL, *DEPTH_3), 64, id="tcp-small-pool-depth-3"),
+        pytest.param(("--transport=tcp", *SMALL, *DEPTH_3), 40, id="tcp-small-pool-depth-3"),
         *(pytest.param(mode, 64, id=" ".join(mode), marks=pytest.mark.soak) for mode in EVERY_MODE),
     ],
 )

@@ -184,3 +184,20 @@ def test_check_finds_a_lost_block() -> None:
 def test_a_watermark_that_is_not_a_fraction_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"watermark 1\.5 is not a fraction"):
         core_of(watermark=1.5)
+
+
+def test_the_story_of_a_request_that_was_preempted_says_when_it_decodes_again() -> None:
+    core = core_of(usable_blocks=4, kv_connector=False)
+    core.add(request_of("a", 7, max_tokens=4), 0.0)
+    core.add(request_of("b", 8, 100, max_tokens=3), 0.0)
+    for now in range(1, 9):
+        run_step(core, float(now))
+    (last,) = [output for output in outputs(core) if output.request_id == "b" and output.finish_reason]
+    assert [(part.reason, part.start) for part in last.story] == [
+        ("queued", 0.0),
+        ("prefill", 1.0),
+        ("decode", 1.0),
+        ("preempted", 2.0),
+        ("prefill", 5.0),
+        ("decode", 5.0),
+    ]
