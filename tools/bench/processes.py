@@ -1,4 +1,4 @@
-"""kvyard processes for a measurement: started, waited for, and gone when the block is left."""
+"""Servers for a measurement: started, waited for, and gone when the block is left."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 KVYARD = (sys.executable, "-P", "-m", "tools.cli")
-START_S = 180.0
+START_S = 300.0
 STOP_S = 30.0
 
 
@@ -37,15 +37,28 @@ def post_json(url: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
+class Server(NamedTuple):
+    url: str
+    process: subprocess.Popen[bytes]
+
+
 @contextmanager
-def running(command: str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`kvyard COMMAND FLAGS` on a free port; yields its URL once `/ready` says so. Its log goes to stderr."""
+def running(command: str, *flags: str) -> Iterator[Server]:
+    """`kvyard COMMAND FLAGS` on a free port, from when `/ready` says so. Its log goes to stderr."""
     port = free_port()
-    process = subprocess.Popen([*KVYARD, command, f"--port={port}", *flags], stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
+    with server([*KVYARD, command, f"--port={port}", *flags], f"http://127.0.0.1:{port}", "/ready") as started:
+        yield started
+
+
+@contextmanager
+def server(
+    command: Sequence[str], url: str, ready: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Any server that answers 200 on the path `ready` once it is; ended with the block."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     try:
-        _wait_ready(process, url)
-        yield url, process
+        _wait_ready(process, url + ready)
+        yield Server(url, process)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -59,13 +72,13 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
     end = time.monotonic() + START_S
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise RuntimeError(f"kvyard ended with code {process.returncode} before it was ready")
+            raise RuntimeError(f"a server ended with code {process.returncode} before {url} answered")
         try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise RuntimeError(f"{url} was not ready within {START_S:g} s")
+    raise RuntimeError(f"{url} has not answered within {START_S:g} s")
 
 
 def load(url: str, **settings: int) -> dict[str, Any]:
