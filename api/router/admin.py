@@ -1,11 +1,13 @@
 """`/admin` on the router: the same order to every engine at once, and one answer with what each of them said.
 
-Invariant: every engine of the fleet is in the answer, and it is a 200 only if all of them did as they were told.
+Invariant: every engine of the fleet is in the answer, and it is a 200 only if all of them did as they were told. An
+engine is known by its URL; two may bear one id, and before its first probe an engine has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -43,16 +45,17 @@ class RouterAdmin:
         order = await read_order(request, self._configuration.request_timeout)
         deadline = arrival + order.seconds
         engines = list(self._fleet.engines)
-        answers: dict[str, tuple[int, Any]] = {engine.engine_id: (0, None) for engine in engines}
+        answers: dict[str, tuple[int, Any]] = {}  # by URL
 
         async def ask(engine: Engine) -> None:
-            answers[engine.engine_id] = await self._ask(engine, request, order.raw, deadline)
+            answers[engine.url] = await self._ask(engine, request, order.raw, deadline)
 
         async with anyio.create_task_group() as tasks:
             for engine in engines:
                 tasks.start_soon(ask, engine)
         worst = max(status for status, _ in answers.values())
-        return json_response({engine_id: answer for engine_id, (_, answer) in answers.items()}, worst)
+        names = _names(engines)
+        return json_response({names[engine.url]: answers[engine.url][1] for engine in engines}, worst)
 
     async def _ask(self, engine: Engine, request: web.Request, body: bytes, deadline: float) -> tuple[int, Any]:
         """Status and answer. Whatever is no answer of the engine's is an error that says so."""
@@ -74,12 +77,18 @@ class RouterAdmin:
         return _failure(504, RefusalReason.DEADLINE_EXCEEDED, f"{engine.engine_id} has not answered in time")
 
 
+def _names(engines: Sequence[Engine]) -> dict[str, str]:
+    """URL → the engine's id, or the URL itself where the id is unknown or another engine's, too."""
+    ids = Counter(engine.engine_id for engine in engines)
+    return {engine.url: engine.engine_id if ids[engine.engine_id] == 1 else engine.url for engine in engines}
+
+
 def _understood(engine: Engine, status: int, body: bytes) -> tuple[int, Any]:
     try:
         answer = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _failure(502, RefusalReason.INTERNAL, f"{engine.engine_id} answered {status} without JSON")
-    if status in (HTTPStatus.OK, HTTPStatus.CONFLICT) or status >= 500:
+    if status in (HTTPStatus.OK, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500:
         return status, answer
     # The order is right and the client's key is good: this is between router and engine.
     return HTTPStatus.BAD_GATEWAY.value, answer

@@ -56,6 +56,47 @@ async def test_the_worst_status_is_the_answers_and_each_engine_is_in_it() -> Non
             assert body["decode-1"]["error"]["message"].startswith("decode-1: ")
 
 
+async def test_an_engine_that_no_probe_has_reached_is_named_by_its_url() -> None:
+    engine = FakeEngine("decode-0")
+    engine.probes_hang = True
+    async with (
+        deployment(engine, wait=False, probe_interval=20) as router,
+        router.post("/admin/resume", json=None) as answer,
+    ):
+        assert (answer.status, await answer.json()) == (200, {engine.url: {"done": True}})
+
+
+async def test_an_engine_that_a_probe_reaches_while_it_obeys_stands_once_in_the_answer() -> None:
+    engine = FakeEngine("decode-0")
+    engine.probes_hang = True
+
+    async def is_probed_meanwhile(request: web.Request, body: dict[str, Any]) -> web.Response:
+        engine.probes_hang = False
+        await engine.known()
+        return web.json_response({"done": True})
+
+    engine.obey = is_probed_meanwhile
+    async with deployment(engine, wait=False) as router, router.post("/admin/resume", json=None) as answer:
+        assert (answer.status, await answer.json()) == (200, {"decode-0": {"done": True}})
+
+
+async def test_two_engines_with_one_id_are_told_apart_by_their_urls() -> None:
+    first, second, other = FakeEngine("decode-0"), FakeEngine("decode-0"), FakeEngine("decode-1")
+    first.obey = fails(503, "engine_unavailable")
+    async with deployment(first, second, other) as router, router.post("/admin/resume", json=None) as answer:
+        body = await answer.json()
+        assert (answer.status, set(body)) == (503, {first.url, second.url, "decode-1"})
+        assert body[first.url]["error"]["code"] == "engine_unavailable"
+        assert (body[second.url], body["decode-1"]) == ({"done": True}, {"done": True})
+
+
+async def test_too_many_orders_is_the_engines_own_word() -> None:
+    prefill, decode, other = three()
+    other.obey = fails(429, "queue_full")
+    async with deployment(prefill, decode, other) as router, router.post("/admin/resume", json=None) as answer:
+        assert (answer.status, (await answer.json())["decode-1"]["error"]["code"]) == (429, "queue_full")
+
+
 @pytest.mark.parametrize("status", [401, 404])
 async def test_a_refusal_between_router_and_engine_is_not_the_clients(status: int) -> None:
     prefill, decode, other = three()
