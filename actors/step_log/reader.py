@@ -35,7 +35,7 @@ def read(path: str | Path) -> StepLogReader:
 
 
 class StepLogReader(Iterator[Record]):
-    """Gives every whole record, the header first. The file is open until the iteration ends or `close`."""
+    """Gives every whole record, first the one header. The file is open until the iteration ends or `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,6 +82,7 @@ class StepLogReader(Iterator[Record]):
     def _read_all(self) -> Iterator[Record]:
         inflate = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
         pending = bytearray()
+        is_first = True
         offset = began = len(OPENING)  # of the file: of this piece; of the piece in which the pending record begins
         with self._file:
             while piece := self._file.read(PIECE):
@@ -92,14 +93,21 @@ class StepLogReader(Iterator[Record]):
                     position = 0
                     while (end := _end_of_record(pending, position)) is not None:
                         record = _decode(memoryview(pending)[position + PREFIX.size : end].toreadonly())
+                        if isinstance(record, Header) and not is_first:
+                            text = f"another header at this byte or within {offset + PIECE - began} bytes after it"
+                            raise DamagedStepLog(self.path, began, f"two logs in one file: {text}")
                         yield record
-                        position, began = end, offset
+                        position, began, is_first = end, offset, False
                 except (zlib.error, _Damage, msgspec.DecodeError) as error:
                     text = f"the log is damaged at this byte or within {offset + PIECE - began} bytes after it: {error}"
                     raise DamagedStepLog(self.path, began, text) from None
                 del pending[:position]
                 offset += len(piece)
             if inflate.unused_data:
+                rest = inflate.unused_data
+                if rest[: len(MAGIC)] == MAGIC[: len(rest)]:
+                    text = "two logs in one file: the other begins here"
+                    raise DamagedStepLog(self.path, offset - len(rest), text)
                 raise DamagedStepLog(self.path, began, "bytes follow the end of the log")
             if inflate.eof and pending:
                 raise DamagedStepLog(self.path, began, "the log ends in the middle of a record")

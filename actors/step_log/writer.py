@@ -71,6 +71,11 @@ class StepLog:
         """
         where = Path(path)
         try:
+            if where.is_symlink() and not where.exists():
+                raise ConfigurationError(
+                    f"the step log {where} is a symbolic link to {where.readlink()}, which is not there: "
+                    "remove the link or give another path"
+                )
             if where.exists():
                 move_aside(where)
             descriptor = os.open(where, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -93,6 +93,14 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
         open_at(Path("/dev/null"))
 
 
+def test_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("elsewhere")
+    with pytest.raises(ConfigurationError, match=f"{tmp_path}/log is a symbolic link to elsewhere, which is not there"):
+        open_at(tmp_path / "log")
+    assert (tmp_path / "log").is_symlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=f"{tmp_path}/missing/log cannot be written: No such file or directory"
