@@ -51,6 +51,7 @@ class SchedulerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     forget_uncomputed: bool = False  # a victim's blocks that its step was to compute are not found in the prefix cache
     trim_padding: bool = False  # a row has no more empty drafts than its scheduled tokens leave room for
     pass_over_self_victim: bool = False  # a request that preempted itself does not end the running pass for others
+    readmit_while_pausing: bool = False  # pause "new" admits whoever ran already and was preempted: it runs to its end
 
 
 ROBUST_RULES: dict[str, Any] = {
@@ -59,6 +60,7 @@ ROBUST_RULES: dict[str, Any] = {
     "forget_uncomputed": True,
     "trim_padding": True,
     "pass_over_self_victim": True,
+    "readmit_while_pausing": True,
 }
 
 

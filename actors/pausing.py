@@ -60,7 +60,7 @@ class Pausing:
 
     def after_delivery(self, steps_in_flight: int) -> None:
         pause = self._open
-        if pause is None or steps_in_flight or (pause.mode == "wait" and self._core.running):
+        if pause is None or steps_in_flight or (pause.mode == "wait" and self._core.has_started()):
             return
         self._open = None
         pause.reply.send(self._report(reached=True, aborted=pause.aborted))

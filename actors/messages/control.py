@@ -15,7 +15,8 @@ class PauseScheduler(msgspec.Struct, frozen=True, tag=True):
     """Answered with `PauseReport` once the pause is reached; newcomers queue until `ResumeScheduler`.
 
     abort: every live request ends with "abort", then nobody is admitted. Reached when no step is in flight.
-    wait: nobody is admitted, what runs goes on. Reached when nothing runs and no step is in flight.
+    wait: nobody is admitted, what has begun to run goes on to its end, also if it is preempted meanwhile. Reached when
+    all that has ended and no step is in flight.
     keep: nothing is scheduled, requests keep their blocks. Reached when no step is in flight.
     A later pause or a resume takes the place of one that is not reached yet, which is then answered as it stands.
     """

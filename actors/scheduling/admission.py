@@ -11,17 +11,37 @@ from __future__ import annotations
 from actors.scheduling.candidate import Verdict, try_to_admit
 from actors.scheduling.impasse import break_impasse
 from actors.scheduling.queues import RequestQueue
-from actors.scheduling.request import SchedulerRequest
+from actors.scheduling.request import SchedulerRequest, Status
 from actors.scheduling.state import SchedulerState
 from actors.scheduling.step import ScheduledStep
 
 
 def schedule_waiting(state: SchedulerState, step: ScheduledStep, now: float) -> None:
-    adapters = {request.engine_request.lora for request in step.requests} - {None} if state.config.max_loras else set()
+    adapters = _adapters_of(state, step)
     while True:
         verdict, head = _admission_pass(state, step, adapters, now)
         if head is None or not break_impasse(state, step, adapters, head, verdict, now):
             return
+
+
+def readmit_preempted(state: SchedulerState, step: ScheduledStep, now: float) -> None:
+    """The waiting pass of a pause that lets what runs go on: for those alone who ran and were preempted."""
+    adapters = _adapters_of(state, step)
+    for request in state.queued():
+        if request.status is not Status.PREEMPTED:
+            continue
+        if step.budget <= 0 or len(state.running) >= state.config.max_num_seqs:
+            return
+        verdict, request.story.detail = try_to_admit(state, step, request, adapters, now)
+        if verdict is Verdict.ADMITTED:
+            state.take_from_queue(request)
+            state.running.append(request)
+        elif verdict in (Verdict.STOP, Verdict.NO_ROOM):
+            return
+
+
+def _adapters_of(state: SchedulerState, step: ScheduledStep) -> set[str | None]:
+    return {request.engine_request.lora for request in step.requests} - {None} if state.config.max_loras else set()
 
 
 def _admission_pass(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Literal
 
+import msgspec
+
 from actors.configuration import SchedulerConfiguration
 from actors.messages.admission import BlocksReport, GrantReport, RequestStory
 from actors.messages.errors import ConfigurationError, RefusalReason
@@ -16,16 +18,16 @@ from actors.messages.plan import StepPlan, StepResult
 from actors.messages.request import EngineRequest, FinishReason, RequestOutput
 from actors.messages.stats import EngineStats
 from actors.messages.transfer import HoldTicket, TransferOrder, TransferReport
-from actors.scheduling.admission import schedule_waiting
+from actors.scheduling.admission import readmit_preempted, schedule_waiting
 from actors.scheduling.checks import InvariantBroken, check
 from actors.scheduling.connector import Connector, TicketConnector
 from actors.scheduling.grants import GrantState
 from actors.scheduling.queues import RequestQueue
 from actors.scheduling.request import NO_EXTRAS, LoadPhase, RequestExtras, SchedulerRequest, Status
-from actors.scheduling.results import BadBlocks, apply_result
+from actors.scheduling.results import apply_result
 from actors.scheduling.running import schedule_running
 from actors.scheduling.state import Pause, SchedulerState
-from actors.scheduling.step import ScheduledStep
+from actors.scheduling.step import BadBlocks, ScheduledStep
 
 
 class SchedulerCore:
@@ -83,8 +85,9 @@ class SchedulerCore:
             request = heappop(self._deadlines)[2]
             if self._state.requests.get(request.request_id) is request:
                 self._changed = True
-                detail = f" ({request.story.detail})" if request.story.detail else ""
-                text = f"the deadline passed; the request was in state {request.story.reason}{detail}"
+                request.story.detail = detail = self._detail(request)
+                text = f"the deadline passed; the request was in state {request.story.reason}"
+                text += f" ({detail})" * bool(detail)
                 self._state.end(request, FinishReason.ERROR, now, RefusalReason.DEADLINE_EXCEEDED, text)
 
     def apply(self, message: StepResult | TransferReport, now: float) -> None:
@@ -142,6 +145,8 @@ class SchedulerCore:
         schedule_running(state, step, now)
         if state.pause is Pause.NONE and not step.preempted:
             schedule_waiting(state, step, now)
+        elif state.pause is Pause.NEW and self.config.readmit_while_pausing and not step.preempted:
+            readmit_preempted(state, step, now)
         assert sum(step.counts) <= budget
         assert len(state.running) <= self.config.max_num_seqs
         self.last_step = step
@@ -167,9 +172,19 @@ class SchedulerCore:
             return False
         if any(_lacks_tokens(request) for request in state.running):
             return True
-        if state.pause is Pause.NEW or len(state.running) >= self.config.max_num_seqs:
+        if len(state.running) >= self.config.max_num_seqs:
             return False
+        if state.pause is Pause.NEW:
+            return self.config.readmit_while_pausing and self._waits_to_go_on()
         return bool(len(state.waiting)) or any(_may_be_promoted(request) for request in state.skipped_waiting)
+
+    def has_started(self) -> bool:
+        """Whether a request has begun to run and is not at its end: what a pause "new" waits for."""
+        return bool(self._state.running) or (self.config.readmit_while_pausing and self._waits_to_go_on())
+
+    def _waits_to_go_on(self) -> bool:
+        state = self._state
+        return any(request.status is Status.PREEMPTED for request in (*state.waiting, *state.skipped_waiting))
 
     def next_deadline(self) -> float | None:
         while self._deadlines:
@@ -207,9 +222,13 @@ class SchedulerCore:
         request = self._state.requests.get(request_id)
         if request is None:
             return None
-        if request.status in (Status.WAITING, Status.PREEMPTED):
-            request.story.detail = self._state.why_it_waits(request)
-        return RequestStory(request_id, finished=False, intervals=request.story.intervals())
+        *closed, last = request.story.intervals()
+        last = msgspec.structs.replace(last, detail=self._detail(request))
+        return RequestStory(request_id, finished=False, intervals=(*closed, last))
+
+    def _detail(self, request: SchedulerRequest) -> str:
+        waits = request.status in (Status.WAITING, Status.PREEMPTED)
+        return self._state.why_it_waits(request) if waits else request.story.detail
 
     def stats(self) -> EngineStats:
         state = self._state

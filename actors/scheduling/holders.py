@@ -9,11 +9,10 @@ from actors.scheduling.state import SchedulerState
 
 def holders(state: SchedulerState) -> list[SchedulerRequest]:
     """Requests that wait with blocks in hand and could run, in order of service."""
-    queued = [*state.skipped_waiting, *state.waiting]
-    if state.config.policy == "priority":
-        queued.sort(key=lambda request: request.order)
     return [
-        request for request in queued if request.grant is not None and request.load_phase is not LoadPhase.IN_FLIGHT
+        request
+        for request in state.queued()
+        if request.grant is not None and request.load_phase is not LoadPhase.IN_FLIGHT
     ]
 
 

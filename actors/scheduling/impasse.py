@@ -31,8 +31,11 @@ def break_impasse(
     if not state.is_at_a_standstill and any(request is not head for request in waiting_holders):
         return False
     for request in waiting_holders:
+        promote(state, request, now)
+        if request.grant is None:
+            return True  # a failed load had left it nothing: what it held is free, and the head is first
         if try_to_admit(state, step, request, adapters, now)[0] is Verdict.ADMITTED:
-            (state.waiting if request in state.waiting else state.skipped_waiting).remove(request)
+            state.take_from_queue(request)
             state.running.append(request)
             return True
     if state.transfers.loads:

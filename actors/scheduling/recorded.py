@@ -31,7 +31,7 @@ from actors.scheduling.records import (
     StepApplied,
 )
 from actors.scheduling.request import NO_EXTRAS, RequestExtras
-from actors.scheduling.results import BadBlocks
+from actors.scheduling.step import BadBlocks
 
 
 class RecordedCore(SchedulerCore):

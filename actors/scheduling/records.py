@@ -101,10 +101,14 @@ class PlanFailed(msgspec.Struct, frozen=True, array_like=True, tag="plan failed"
 
 
 class RequestNote(msgspec.Struct, frozen=True, array_like=True, tag="request"):
-    """From the request's `arrival` to `submitted` it was the API's, from there to its `Added` the AdmissionActor's."""
+    """From the request's `arrival` to `submitted` it was the API's, from there to its `Added` the AdmissionActor's.
+
+    `trace_id` is its X-Request-ID, which its client and the other engines know, too; "": an older log, or no HTTP.
+    """
 
     request_id: str
     submitted: float
+    trace_id: str = ""
 
 
 class StepNote(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -6,27 +6,59 @@ preempted meanwhile still gets its token, which was computed from blocks that we
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from actors.messages.errors import RefusalReason
 from actors.messages.plan import StepResult
 from actors.messages.request import FinishReason, RequestOutput
 from actors.scheduling.request import LoadPhase, SchedulerRequest, Status
 from actors.scheduling.state import SchedulerState
-from actors.scheduling.step import ScheduledStep
+from actors.scheduling.step import BadBlocks, ScheduledStep
 from actors.scheduling.stop import check_stop
-
-BadBlocks = Mapping[str, Sequence[int]]  # request id -> indexes into its block table
 
 
 def apply_result(state: SchedulerState, result: StepResult | None, bad_blocks: BadBlocks, now: float) -> None:
-    """`result` None: an empty step, which was never dispatched, has come back. Unknown and duplicate steps are late."""
-    step = None
-    if result is not None:
-        step = state.in_flight.pop(result.step, None)
-        if step is None:
-            state.num_late_events += 1
-            return
+    """`result` None: an empty step, which was never dispatched, has come back. Unknown and duplicate steps are late.
+
+    Steps are applied in their order: a result that comes before an older step's waits for that. Raises ValueError for
+    one whose rows are not the step's; nothing has changed then.
+    """
+    _check_bad_blocks(state, bad_blocks)
+    if result is None:
+        _apply_one(state, None, None, bad_blocks, now)
+        return
+    step = state.in_flight.get(result.step)
+    if step is None or result.step in state.early_results:
+        state.num_late_events += 1
+        return
+    _check_shape(step, result)
+    state.early_results[result.step] = (result, bad_blocks)
+    while state.in_flight and (oldest := next(iter(state.in_flight))) in state.early_results:
+        step = state.in_flight.pop(oldest)
+        _apply_one(state, step, *state.early_results.pop(oldest), now)
+
+
+def _check_bad_blocks(state: SchedulerState, bad_blocks: BadBlocks) -> None:
+    for request_id, indexes in bad_blocks.items():
+        request = state.requests.get(request_id)
+        if request is not None and any(not 0 <= index < len(request.block_ids) for index in indexes):
+            raise ValueError(f"{request_id} has {len(request.block_ids)} blocks; {list(indexes)} are said to be bad")
+
+
+def _check_shape(step: ScheduledStep, result: StepResult) -> None:
+    counts = memoryview(result.num_sampled).cast("i")
+    if len(counts) != len(step.requests):
+        raise ValueError(f"step {step.step} has {len(step.requests)} rows, its result {len(counts)}")
+    if 4 * sum(counts) != len(result.sampled_token_ids):
+        raise ValueError(f"the result of step {step.step} says {sum(counts)} tokens, {result.sampled_token_ids!r} came")
+    if any(not 0 <= count <= most for count, most in zip(counts, step.sampled, strict=True)):
+        raise ValueError(f"step {step.step} samples at most {step.sampled} tokens, its result has {list(counts)}")
+
+
+def _apply_one(
+    state: SchedulerState, step: ScheduledStep | None, result: StepResult | None, bad_blocks: BadBlocks, now: float
+) -> None:
+    if step is not None:
         state.kv.ledger.lift_fences(state.in_flight)
     broken = _roll_back(state, step, bad_blocks) if bad_blocks else []
     if step is not None and result is not None:
@@ -41,8 +73,6 @@ def apply_result(state: SchedulerState, result: StepResult | None, bad_blocks: B
 def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, now: float) -> None:
     counts = memoryview(result.num_sampled).cast("i")
     token_ids = memoryview(result.sampled_token_ids).cast("i").tolist()
-    if len(counts) != len(step.requests):
-        raise ValueError(f"step {step.step} has {len(step.requests)} rows, its result {len(counts)}")
     kv, max_model_len = state.kv, state.config.max_model_len
     asynchronous, effects = state.config.async_scheduling, state.effects
     ended: list[SchedulerRequest] = []
@@ -84,7 +114,7 @@ def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, 
         if request.status is Status.RUNNING:
             ended.append(request)
         else:
-            (state.waiting if request in state.waiting else state.skipped_waiting).remove(request)
+            state.take_from_queue(request)
         state.finish(request, stop[0], now, tuple(tokens), stop[1])
     if ended:
         state.running = [request for request in state.running if request.status is not Status.FINISHED]
@@ -97,6 +127,7 @@ def _roll_back(state: SchedulerState, step: ScheduledStep | None, bad_blocks: Ba
         for request_id, indexes in bad_blocks.items()
         if request_id in state.requests
         for index in indexes
+        if index < len(state.requests[request_id].block_ids)  # it waited for an older result: the table may be another
     }
     loading = [request for request in state.skipped_waiting if request.load_phase is LoadPhase.IN_FLIGHT]
     broken = _roll_back_each(state, step, loading, bad)

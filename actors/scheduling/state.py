@@ -11,6 +11,7 @@ from typing import Literal
 
 from actors.configuration import SchedulerConfiguration
 from actors.messages.errors import RefusalReason
+from actors.messages.plan import StepResult
 from actors.messages.request import FinishReason, RequestOutput
 from actors.messages.transfer import ReleaseTicket, TransferOrder
 from actors.scheduling.connector import Connector
@@ -19,7 +20,7 @@ from actors.scheduling.grants import Grant, GrantState
 from actors.scheduling.kv_manager import KVManager
 from actors.scheduling.queues import FcfsQueue, PriorityQueue, RequestQueue
 from actors.scheduling.request import LoadPhase, SchedulerRequest, Status
-from actors.scheduling.step import ScheduledStep
+from actors.scheduling.step import BadBlocks, ScheduledStep
 from actors.scheduling.transfers import TransferBook
 
 
@@ -43,7 +44,8 @@ class SchedulerState:
         self.kv = KVManager(config)
         self.encoder = EncoderCache(config.encoder_cache)
         self.transfers = TransferBook(self)
-        self.in_flight: dict[int, ScheduledStep] = {}
+        self.in_flight: dict[int, ScheduledStep] = {}  # oldest first
+        self.early_results: dict[int, tuple[StepResult, BadBlocks]] = {}  # an older step's has not come
         self.num_steps = 0
         self.pause = Pause.NONE
         # Admitted with some of the prefill still to come, loads included: the next load leaves room for the rest.
@@ -59,6 +61,16 @@ class SchedulerState:
 
     def _new_queue(self) -> RequestQueue:
         return PriorityQueue() if self.config.policy == "priority" else FcfsQueue()
+
+    def queued(self) -> list[SchedulerRequest]:
+        """Both queues, in the order of service."""
+        queued = [*self.skipped_waiting, *self.waiting]
+        if self.config.policy == "priority":
+            queued.sort(key=lambda request: request.order)
+        return queued
+
+    def take_from_queue(self, request: SchedulerRequest) -> None:
+        (self.waiting if request in self.waiting else self.skipped_waiting).remove(request)
 
     # Blocks
 
@@ -183,6 +195,8 @@ class SchedulerState:
 
     def why_it_waits(self, request: SchedulerRequest) -> str:
         """Its own reason, or that of the head behind which it waits (or waited, when it is admitted)."""
+        if self.pause is not Pause.NONE:
+            return "the engine is paused" + ": nobody is admitted" * (self.pause is Pause.NEW)
         when, detail = self.stopped
         if request.story.detail or request.story.start > when:
             return request.story.detail
@@ -209,7 +223,5 @@ class SchedulerState:
     def _take_out(self, request: SchedulerRequest) -> None:
         if request.status is Status.RUNNING:
             self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
         else:
-            self.skipped_waiting.remove(request)
+            self.take_from_queue(request)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from actors.messages.plan import NewRequest, StepPlan
 from actors.scheduling.orders import int32
 from actors.scheduling.request import EncoderInput, SchedulerRequest
+
+BadBlocks = Mapping[str, Sequence[int]]  # request id -> indexes into its block table
 
 
 class ScheduledStep:

@@ -30,6 +30,7 @@ REFERENCE = {
     "forget_uncomputed": False,
     "trim_padding": False,
     "pass_over_self_victim": False,
+    "readmit_while_pausing": False,
 }
 
 
@@ -327,3 +328,25 @@ def test_a_load_is_ordered_once() -> None:
     core.add(request_of("a", 9, ticket=ticket_of(9), max_tokens=1), 1.0)
     assert run_step(core, 1.0) == {"a": 1}
     assert not [effect for effect in core.take_effects() if isinstance(effect, LoadBlocks)]
+
+
+@pytest.mark.parametrize(
+    ("readmit_while_pausing", "last_steps"), [(False, [{"a": 1}, {}]), (True, [{"a": 1}, {"b": 9}])]
+)
+def test_who_ran_and_was_preempted_goes_on_in_a_pause_that_waits(
+    readmit_while_pausing: bool, last_steps: list[dict[str, int]]
+) -> None:
+    """B20: the reference admits nobody, so a request which had begun is left in the queue, beside those who are new."""
+    core = core_of(usable_blocks=4, kv_connector=False, readmit_while_pausing=readmit_while_pausing)
+    core.add(request_of("a", 8, max_tokens=3), 0.0)
+    core.add(request_of("b", 8, 100, max_tokens=2), 0.0)
+    assert run_step(core) == {"a": 8, "b": 8}
+    core.pause("new")
+    core.add(request_of("new", 4, 200), 0.0)
+    assert run_step(core) == {"a": 1}
+    assert core.last_step.preempted == ["b"]
+    assert core.has_started()
+    assert [run_step(core), run_step(core)] == last_steps
+    assert not core.has_started()
+    assert not core.has_runnable()
+    assert core.live("new") is not None

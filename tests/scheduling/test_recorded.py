@@ -34,6 +34,7 @@ def test_every_input_of_the_core_is_recorded() -> None:
         "blocks_report",
         "check",
         "has_runnable",
+        "has_started",
         "holds_encoder_output",
         "live",
         "live_request_ids",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from actors.messages.errors import RefusalReason
+from actors.messages.plan import StepResult
 from actors.messages.request import FinishReason
 from actors.messages.transfer import BlocksLanded, BlocksQuiet, LoadBlocks, TransferFailed
 from actors.scheduling.core import SchedulerCore
+from actors.scheduling.orders import int32
 from actors.scheduling.request import EncoderInput, RequestExtras
 from tests.scheduling.builders import core_of, counts, outputs, request_of, result_of, run_step, ticket_of
 
@@ -60,6 +64,74 @@ def test_a_request_whose_blocks_are_in_quarantine_reserves_no_others() -> None:
     core.schedule(2.0)
     assert core.last_step.loading == {"first": 4}, "4 blocks are free, and nobody was promised them"
     assert outputs(core) == []
+
+
+def test_a_holder_whose_failed_load_left_it_nothing_is_not_asked_to_give_back() -> None:
+    """It was the engine's end: tried behind a head that does not fit, it gave its blocks back and was revoked, too."""
+    core = core_of(usable_blocks=5, policy="priority", kv_load_failure_policy="recompute")
+    core.add(request_of("r", 17, ticket=ticket_of(4), max_tokens=3), 0.0)
+    core.schedule(0.0)
+    generation = generation_of_load(core, "r")
+    core.add(request_of("h", 20, 100, priority=-1, max_tokens=1), 0.0)
+    assert run_step(core) == {}
+    core.apply(TransferFailed("r", generation, "deadline"), 1.0)
+    assert [run_step(core, 1.0), run_step(core, 1.0)] == [{"h": 20}, {"r": 17}]
+
+
+def test_a_result_that_comes_before_an_older_one_waits_for_it() -> None:
+    core = core_of(async_scheduling=True, kv_connector=False)
+    core.add(request_of("a", 4, max_tokens=3), 0.0)
+    first, second = core.schedule(0.0), core.schedule(0.0)
+    for _ in range(2):
+        core.apply(result_of(second, token=2), 1.0)
+    core.check()
+    assert (outputs(core), core.stats().late_events_total) == ([], 1), "the second time it is a duplicate"
+    core.apply(result_of(first, token=1), 1.0)
+    core.check()
+    assert [output.token_ids for output in outputs(core)] == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("counts_column", "tokens", "complaint"),
+    [([1], [7], "2 rows"), ([1, 1], [7], "2 tokens"), ([-1, 1], [], "at most"), ([4, 1], [7] * 5, "at most")],
+)
+def test_a_malformed_result_is_refused_and_its_step_stays_in_flight(
+    counts_column: list[int], tokens: list[int], complaint: str
+) -> None:
+    core = core_of(kv_connector=False)
+    for place, name in enumerate("ab"):
+        core.add(request_of(name, 4, 100 * place, max_tokens=1), 0.0)
+    plan = core.schedule(0.0)
+    with pytest.raises(ValueError, match=complaint):
+        core.apply(StepResult(plan.step, int32(counts_column), int32(tokens)), 0.0)
+    core.check()
+    core.apply(result_of(plan), 0.0)
+    assert [output.finish_reason for output in outputs(core)] == [FinishReason.LENGTH] * 2
+
+
+def test_looking_at_a_request_changes_nothing() -> None:
+    """A look once froze why it waits: the next reason, and its ending, then told the old one."""
+    stories = []
+    for looks in (False, True):
+        core = core_of(max_num_seqs=1, kv_connector=False)
+        core.add(request_of("runs", 4, max_tokens=9), 0.0)
+        core.add(request_of("head", 4, 100), 0.0)
+        core.add(request_of("waits", 4, 200, deadline=5.0), 0.0)
+        run_step(core)
+        story = core.story("waits")
+        assert story is not None
+        assert story.intervals[-1].detail == "behind one that waits: max_num_seqs 1 reached"
+        if looks:
+            core.pause("new")
+            paused = core.story("waits")
+            assert paused is not None
+            assert paused.intervals[-1].detail == "the engine is paused: nobody is admitted"
+            core.pause("none")
+        core.expire(5.0)
+        stories.append(outputs(core)[-1])
+    assert stories[0] == stories[1]
+    assert stories[0].error_text is not None
+    assert stories[0].error_text.endswith("in state queued (behind one that waits: max_num_seqs 1 reached)")
 
 
 def test_an_only_request_that_outgrows_the_pool_ends_with_an_error() -> None:
@@ -194,12 +266,12 @@ def test_two_forced_resets_with_tokens_in_flight() -> None:
 
 
 def test_a_victim_that_was_passed_over_does_not_hide_the_next_request() -> None:
-    core = core_of(usable_blocks=3, policy="priority", kv_connector=False)
-    core.add(request_of("victim", 4, priority=9), 0.0)
-    core.schedule(0.0)  # stays in flight: the victim lacks no token in the next steps
+    core = core_of(usable_blocks=3, policy="priority", async_scheduling=True, kv_connector=False)
+    core.add(request_of("victim", 4, priority=9, max_tokens=1), 0.0)
+    core.schedule(0.0)  # stays in flight, and brings its last token: it lacks none in the next steps
     core.add(request_of("r", 4, 100, priority=0), 0.0)
     core.add(request_of("s", 3, 200, priority=1), 0.0)
-    core.apply(result_of(core.schedule(0.0)), 0.0)
+    core.schedule(0.0)
     plan = core.schedule(0.0)
     core.check()
     assert core.last_step.preempted == ["victim"]

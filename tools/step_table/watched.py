@@ -27,8 +27,7 @@ from actors.messages.transfer import (
 from actors.scheduling.connector import Connector
 from actors.scheduling.core import SchedulerCore
 from actors.scheduling.request import NO_EXTRAS, RequestExtras, SchedulerRequest, Status
-from actors.scheduling.results import BadBlocks
-from actors.scheduling.step import ScheduledStep
+from actors.scheduling.step import BadBlocks, ScheduledStep
 from tools.step_table.blocks import BlockWatch
 from tools.step_table.collector import Collector
 from tools.step_table.reasons import Reasons
@@ -47,6 +46,7 @@ class WatchedCore(SchedulerCore):
         self.blocks = BlockWatch()
         self._is_watched = True
         self._num_effects_seen = 0
+        self._live_at_plan: dict[str, SchedulerRequest] = {}  # of the newest plan
 
     def watch(self, is_watched: bool) -> None:
         """Not watched, it costs nothing beside the core itself. What happens meanwhile is in no row."""
@@ -160,6 +160,7 @@ class WatchedCore(SchedulerCore):
             )
             for request in state.requests.values()
         }
+        self._live_at_plan = dict(state.requests)
         free = state.kv.pool.num_free
         plan = super().schedule(now)
         planned = self.last_step
@@ -216,6 +217,10 @@ class WatchedCore(SchedulerCore):
     def _ended(self, step: Step, output: RequestOutput) -> None:
         row = self.collector.row(step, output.request_id)
         row.queue, row.status = "", Status.FINISHED.name
+        if not row.num_scheduled_tokens:  # the plan is not about it any more: it waits for nothing
+            row.why, row.num_drafts, row.num_placeholders = "", 0, 0
+            if row.num_known_tokens and output.request_id in self._live_at_plan:
+                row.num_known_tokens = len(self._live_at_plan[output.request_id].tokens)
         reason = output.finish_reason
         text = f"finished: {reason}" if reason is not FinishReason.ABORT else "aborted"
         if output.error is not None:
