@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from actors.messages.errors import ConfigurationError
 from actors.scheduling.records import Planned, RequestNote, StepNote
 from actors.scheduling.replay import CoreRaised, PlanDiffers, Replay
 from actors.step_log.format import StepLogError
@@ -24,13 +25,17 @@ def replay(file: Path, until: int | None) -> None:
     """Run the scheduler over a step log (--step-log) again.
 
     Exit 0: every plan is byte for byte the recorded one. Exit 1: a plan differs, or the core raises; the message names
-    the first field and row. Exit 2: LOG is not a step log, or damaged; the message names the byte.
+    the first field and row. Exit 2: LOG is not a step log, or damaged, and the message names the byte; or its header
+    has a configuration that no scheduler can have.
     """
     try:
         with read(file) as log:
             _replay(log, until)
     except StepLogError as error:
         click.echo(f"kvyard replay: {error}", err=True)
+        sys.exit(2)
+    except ConfigurationError as error:
+        click.echo(f"kvyard replay: {file}: the configuration in its header is impossible: {error}", err=True)
         sys.exit(2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from click.testing import CliRunner
 
 from actors.messages.plan import StepResult
@@ -14,6 +15,7 @@ from actors.step_log.writer import StepLog
 from tests.scheduling.builders import request_of, result_of, ticket_of
 from tests.scheduling.recorded_runs import SMALL, header_of
 from tools.replay import replay
+from tools.steps import steps
 
 
 def write(path: Path, records: list[Record]) -> None:
@@ -121,3 +123,14 @@ def test_what_is_no_whole_step_log_exits_with_2(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert "the log is damaged at this byte or within" in error
     assert run(str(tmp_path / "missing"))[0] == 2
+
+
+def test_a_configuration_that_no_core_can_have_exits_with_2(tmp_path: Path) -> None:
+    """Its bytes are well: their checksums are right."""
+    log = str(tmp_path / "log")
+    StepLog.open(log, header_of(msgspec.structs.replace(SMALL, watermark=5.0))).close()
+    says = "the configuration in its header is impossible: watermark 5.0 is not a fraction: give 0 or more, below 1"
+    assert run(log) == (2, "", f"kvyard replay: {log}: {says}\n")
+    for flags in ([], ["--json"]):
+        result = CliRunner().invoke(steps, ["--log", log, *flags])
+        assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvyard steps: {log}: {says}\n")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import click
 import msgspec
 
+from actors.messages.errors import ConfigurationError
 from actors.scheduling.records import Added, Header
 from actors.step_log.format import StepLogError
 from actors.step_log.reader import read
@@ -40,6 +41,9 @@ def show_log(path: Path, wanted: Wanted, width: int | None) -> int:
         text = str(error)
         click.echo(f"kvyard steps: {text if text.startswith(str(path)) else f'{path}: {text}'}", err=True)
         return 2
+    except ConfigurationError as error:
+        click.echo(f"kvyard steps: {path}: the configuration in its header is impossible: {error}", err=True)
+        return 2
     except ReplayEnded as error:
         click.echo(f"{path}: {error}", err=True)
         return 1
@@ -63,8 +67,9 @@ def _table(path: Path, wanted: Wanted, width: int | None) -> int:
                 for line in table.lines(step):
                     click.echo(line)
         if not num_steps:
-            what = "no step was planned" if wanted.first == 1 else f"no step from {wanted.first} on"
-            raise _NotThere(f"{what}; the last is {replay.last_step}")
+            if wanted.first > 1:
+                raise _NotThere(f"no step from {wanted.first} on; the last is {replay.last_step}")
+            click.echo(f"{path}: no step was planned", err=wanted.as_json)
         if log.truncated and wanted.last is None:
             click.echo(f"{path}: the log has no end: its engine was killed, or still runs", err=True)
     return 0
