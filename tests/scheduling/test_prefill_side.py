@@ -79,6 +79,18 @@ def test_an_abort_while_the_lease_is_granted_revokes_it_once() -> None:
     assert core.num_free_blocks == 8
 
 
+def test_an_abort_while_the_lease_is_granted_and_then_denied_leaves_nothing_behind() -> None:
+    core, order = computed()
+    core.abort("a", 2.0)
+    core.take_effects()
+    core.apply(LeaseDenied("a", order.generation, "too many leases"), 3.0)
+    core.check()
+    assert core.take_effects() == [], "its client has its answer"
+    assert (core.num_free_blocks, core.stats().late_events_total) == (8, 0)
+    core.apply(LeaseDenied("a", order.generation, "too many leases"), 3.0)
+    assert core.stats().late_events_total == 1
+
+
 def test_an_abort_before_the_answer_has_left_takes_the_ticket_back() -> None:
     core, order = computed()
     core.apply(LeaseGranted("a", order.generation, ticket_of(8)), 3.0)
