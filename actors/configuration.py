@@ -18,6 +18,7 @@ Policy = Literal["fcfs", "priority"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -34,20 +35,20 @@ class SchedulerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy = "fcfs"
     prefix_caching: bool = False
     chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # tokens; 0 = off
-    num_spec_tokens: int = 0
+    long_prefill_token_threshold: Natural = 0  # tokens; 0 = off
+    num_spec_tokens: Natural = 0
     async_scheduling: bool = False
     reserve_full_sequence: bool = False
     watermark: float = 0.0  # fraction of the blocks
-    max_loras: int = 0  # 0 = no cap
-    encoder_budget: int = 0  # tokens per step
-    encoder_cache: int = 0  # tokens
+    max_loras: Natural = 0  # 0 = no cap
+    encoder_budget: Natural = 0  # tokens per step
+    encoder_cache: Natural = 0  # tokens
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_connector: bool = False
     load_timeout_s: Seconds = 30.0
     # Rules in which the reference is worse than need be. The defaults are its own, an engine sets ROBUST_RULES.
     fence_frees: bool = False  # blocks that a dispatched step still touches come back with its result
-    standstill_patience: int = 100  # schedule()s in a row that bring no token before waiting requests are reordered
+    standstill_patience: Natural = 100  # schedule()s in a row that bring no token before waiting requests are reordered
     forget_uncomputed: bool = False  # a victim's blocks that its step was to compute are not found in the prefix cache
     trim_padding: bool = False  # a row has no more empty drafts than its scheduled tokens leave room for
     pass_over_self_victim: bool = False  # a request that preempted itself does not end the running pass for others

@@ -32,6 +32,11 @@ from actors.scheduling.step import BadBlocks, ScheduledStep
 
 class SchedulerCore:
     def __init__(self, config: SchedulerConfiguration, connector: Connector | None = None) -> None:
+        """Raises ConfigurationError that names the field which is out of its bounds."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(config), SchedulerConfiguration)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"scheduler configuration: {error}") from None
         if not 0 <= config.watermark < 1:
             raise ConfigurationError(f"watermark {config.watermark} is not a fraction: give 0 or more, below 1")
         if connector is None and config.kv_connector:

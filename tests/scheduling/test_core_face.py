@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from actors.messages.errors import ConfigurationError, RefusalReason
@@ -181,9 +183,18 @@ def test_check_finds_a_lost_block() -> None:
         core.check()
 
 
-def test_a_watermark_that_is_not_a_fraction_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"watermark 1\.5 is not a fraction"):
-        core_of(watermark=1.5)
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("watermark", 1.5, "watermark 1.5 is not a fraction"),
+        ("block_size", 0, "Expected `int` >= 1 - at `$.block_size`"),
+        ("usable_blocks", 0, "Expected `int` >= 1 - at `$.usable_blocks`"),
+        ("long_prefill_token_threshold", -3, "Expected `int` >= 0 - at `$.long_prefill_token_threshold`"),
+    ],
+)
+def test_a_limit_out_of_its_bounds_is_refused_by_name(field: str, value: float, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(complaint)):
+        core_of(**{field: value})
 
 
 def test_the_story_of_a_request_that_was_preempted_says_when_it_decodes_again() -> None:
