@@ -114,7 +114,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
                 for output in message.outputs:
                     self._publish(output)
             case SubmitRequest():
-                self._submit(message.request, reply)
+                self._submit(message, reply)
             case AbortRequest():
                 self._abort(message)
             case ResponseClosed():
@@ -143,7 +143,8 @@ class AdmissionActor(Actor[AdmissionMessage]):
             )
         self._live.clear()
 
-    def _submit(self, request: EngineRequest, reply: Reply) -> None:
+    def _submit(self, message: SubmitRequest, reply: Reply) -> None:
+        request = message.request
         try:
             self._check(request)
         except RequestRefused as refusal:
@@ -155,7 +156,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
         self._live[request.request_id] = _Live(stream, len(request.prompt_token_ids))
         self._waiting_requests += 1
         self._waiting_tokens += len(request.prompt_token_ids)
-        self._orders.post(AddRequest(request, submitted=self._clock()))
+        self._orders.post(AddRequest(request, self._clock(), message.trace_id))
         reply.send(stream)
 
     def _check(self, request: EngineRequest) -> None:

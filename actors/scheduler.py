@@ -118,7 +118,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
             case StepResult():
                 self._complete(message, now)
             case AddRequest():
-                self._step_log.write(RequestNote(message.request.request_id, message.submitted))
+                self._step_log.write(RequestNote(message.request.request_id, message.submitted, message.trace_id))
                 self._core.add(message.request, now)
             case AbortRequest():
                 self._core.abort(message.request_id, now, message.reason)

@@ -26,7 +26,9 @@ EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--check", "checks", is_flag=True, help="FILE: compare every expect; exit 1 at the first difference")
 @click.option("--log", type=EXISTING, metavar="LOG", help="the table of a step log (--step-log of an engine)")
 @click.option(
-    "--request", metavar="ID", help="LOG: follow one request from HTTP to token; ID may be a unique beginning"
+    "--request",
+    metavar="ID",
+    help="LOG: one request from HTTP to token; ID: its id or X-Request-ID, or a unique beginning",
 )
 @click.option("--from", "first", type=click.IntRange(min=1), metavar="STEP", help="LOG: begin with this step")
 @click.option("--to", "last", type=click.IntRange(min=1), metavar="STEP", help="LOG: end with this step")
@@ -46,7 +48,7 @@ def steps(
     A scenario runs without model, network and clock; a log is replayed, and each plan must be the recorded one.
 
     Exit 1: an expect differs (with --check), or the replay differs. Exit 2: FILE is not a scenario (the message names
-    the JSON path at fault), LOG is not a step log or damaged, or the request is not in it.
+    the JSON path at fault), LOG is not a step log or damaged, or the step or request is not in it.
     """
     if log is not None:
         from tools.step_table.command import Wanted, show_log
@@ -57,6 +59,8 @@ def steps(
             raise click.UsageError("--check is for a scenario; `kvyard replay LOG` checks a step log")
         if request is not None and (first or last or as_json):
             raise click.UsageError("--request follows the request from its first to its last step: give it alone")
+        if first and last and last < first:
+            raise click.UsageError(f"--to {last} is before --from {first}")
         sys.exit(show_log(log, Wanted(request, first or 1, last, as_json, every_row), width()))
     if file is None:
         raise click.UsageError("give a scenario FILE, or --log LOG")

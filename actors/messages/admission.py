@@ -8,9 +8,13 @@ from actors.messages.request import EngineRequest, RequestOutput, StoryInterval
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
-    """api → admission, an ask. Answered with an `OutputStream`, or fails with `RequestRefused`."""
+    """api → admission, an ask. Answered with an `OutputStream`, or fails with `RequestRefused`.
+
+    `trace_id`: by which the client knows the request (X-Request-ID), the same at every engine that it comes to.
+    """
 
     request: EngineRequest
+    trace_id: str = ""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -21,10 +25,11 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """admission → scheduler. `submitted`: when it came from the API (engine clock)."""
+    """admission → scheduler. `submitted`: when it came from the API (engine clock); `trace_id` as it came."""
 
     request: EngineRequest
     submitted: float = 0.0
+    trace_id: str = ""
 
 
 class PublishOutputs(msgspec.Struct, frozen=True, tag=True):

@@ -63,7 +63,8 @@ class Completions:
             system_fingerprint="fp_" + self._engine.description.digest[:10],
             chat=prepared.chat,
         )
-        async with submitted(self._engine, prepared, self._tokenizer.detokenizer()) as generation:
+        detokenizer, trace_id = self._tokenizer.detokenizer(), request[REQUEST_ID]
+        async with submitted(self._engine, prepared, detokenizer, trace_id) as generation:
             answer = self._stream if prepared.stream else self._whole
             return await answer(request, prepared, generation, shape)
 

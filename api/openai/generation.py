@@ -128,7 +128,9 @@ class Generation:
 
 
 @asynccontextmanager
-async def submitted(engine: EngineHandle, prepared: Prepared, detokenizer: Detokenizer) -> AsyncIterator[Generation]:
+async def submitted(
+    engine: EngineHandle, prepared: Prepared, detokenizer: Detokenizer, trace_id: str
+) -> AsyncIterator[Generation]:
     """Submits the request; at the end of the block it is finished or aborted, and closed.
 
     The block ends when the last byte of the answer is out. Raises RequestRefused and the kernel's errors.
@@ -139,7 +141,8 @@ async def submitted(engine: EngineHandle, prepared: Prepared, detokenizer: Detok
     unanswered = ("the client is gone", "abort")  # why, and how, it ends if the ask never returns
     try:
         try:
-            stream = await engine.admission.ask(SubmitRequest(request), max(0.0, request.deadline - engine.clock()))
+            seconds = max(0.0, request.deadline - engine.clock())
+            stream = await engine.admission.ask(SubmitRequest(request, trace_id), seconds)
         except (RequestRefused, ActorGone):
             accepted = False
             raise

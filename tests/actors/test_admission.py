@@ -125,6 +125,13 @@ async def test_a_request_goes_to_the_scheduler_and_its_outputs_to_its_stream() -
         assert sum([output.token_ids async for output in stream], ()) == (1, 2)
 
 
+async def test_the_scheduler_hears_by_what_id_the_client_knows_the_request() -> None:
+    request = EngineRequest("a", (1, 2), max_tokens=1, deadline=100.0)
+    async with a_door() as door:
+        await door.address.ask(SubmitRequest(request, "mine"), 5)
+        assert await door.scheduler.wait_for(1) == [AddRequest(request, 10.0, "mine")]  # the door's clock stands at 10
+
+
 async def test_both_numbers_are_in_the_refusal_of_a_long_prompt() -> None:
     async with a_door() as door:
         refusal = await door.refused("a", prompt=90, max_tokens=11)

@@ -77,7 +77,7 @@ async def test_each_request_and_each_step_has_its_note() -> None:
         before = time.monotonic()
         for name in "abc":
             request = EngineRequest(name, tuple(range(30)), max_tokens=4, arrival=time.monotonic())
-            await loop.address.tell(AddRequest(request, submitted=time.monotonic()))
+            await loop.address.tell(AddRequest(request, time.monotonic(), f"trace-{name}"))
         for name in "abc":
             await loop.finished(name)
         await system.stop(loop.address, 5.0)
@@ -88,6 +88,7 @@ async def test_each_request_and_each_step_has_its_note() -> None:
     for name, place in notes.items():
         note, added = records[place], records[place + 1]
         assert isinstance(note, RequestNote)
+        assert note.trace_id == f"trace-{name}"
         assert isinstance(added, Added)
         assert added.request.request_id == name
         assert before < added.request.arrival < note.submitted < added.now
@@ -101,6 +102,12 @@ async def test_each_request_and_each_step_has_its_note() -> None:
         assert planned[note.step] < note.dispatched < applied[note.step] == note.returned < note.published
         assert 0 < note.schedule_s < note.returned - planned[note.step]
     assert replayed(loop.core.config, records).num_steps == num_steps
+
+
+def test_the_note_of_an_older_log_has_no_trace_id() -> None:
+    """Two fields, as it was written before there was a third."""
+    older = msgspec.msgpack.encode(["request", "a", 1.5])
+    assert msgspec.msgpack.decode(older, type=Record) == RequestNote("a", 1.5, "")
 
 
 async def test_a_turn_is_flushed_once_with_all_that_it_did() -> None:

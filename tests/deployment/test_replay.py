@@ -64,19 +64,32 @@ def replay(log: Path) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+def followed(log: Path, request_id: str) -> list[str]:
+    """The lines of `kvyard steps --log LOG --request ID`."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.cli", "steps", "--log", str(log), "--request", request_id],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.splitlines()
+
+
+def both_logs_know(trace_id: str, prefill: Path, decode: Path) -> None:
+    """Each engine has an id of its own for the request; what the client calls it stands in both logs."""
+    first, second = (followed(log, trace_id)[0].split() for log in (prefill, decode))
+    assert first[2:5] == second[2:5] == ["(X-Request-ID", f"{trace_id})", "in"]
+    assert (first[5], second[5]) == ("prefill-0", "decode-0")
+    assert first[1] != second[1]
+
+
 def every_stage_is_shown(*logs: Path) -> None:
-    """`kvyard steps --log LOG --request ID`: the first request of each log, from HTTP to token."""
+    """The first request of each log, from HTTP to token."""
     for log in logs:
         with read(log) as records:
             added = next(record for record in records if isinstance(record, Added))
-        result = subprocess.run(
-            [sys.executable, "-m", "tools.cli", "steps", "--log", str(log), "--request", added.request.request_id],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
-        assert (result.returncode, result.stderr) == (0, "")
-        lines = result.stdout.splitlines()
+        lines = followed(log, added.request.request_id)
         assert any(line.endswith("arrival → submitted") for line in lines)
         assert any(line.endswith("submitted → added") for line in lines)
         assert sum(" slots " in line for line in lines) >= 2  # of so many steps
@@ -99,7 +112,8 @@ async def test_the_logs_of_a_run_with_all_that_can_happen_replay(tmp_path: Path)
             await anyio.to_thread.run_sync(leave_after, running, events)
         await anyio.to_thread.run_sync(killed_in_a_stream, running)
         running.wait_restarted(before)
-        ask(running.url, Question(prompt_of("prose-16"), 8)).must_be(expected("prose-16", 8))
+        last = Question(prompt_of("prose-16"), 8, request_id="the-last-one")
+        ask(running.url, last).must_be(expected("prose-16", 8))
     names = sorted(path.name for path in folder.iterdir())
     assert names == [f"decode-0.{before['epoch']}.steplog", "decode-0.steplog", "prefill-0.steplog"]
 
@@ -108,6 +122,7 @@ async def test_the_logs_of_a_run_with_all_that_can_happen_replay(tmp_path: Path)
         assert code == 0, says
         assert f"{name}: identical: " in says
         assert says.endswith("; without its end\n" if name == names[0] else "; whole\n")
+    both_logs_know("the-last-one", folder / "prefill-0.steplog", folder / "decode-0.steplog")
     every_stage_is_shown(folder / "decode-0.steplog", folder / names[0])
     killed, prefill = list(read(folder / names[0])), list(read(folder / "prefill-0.steplog"))
     assert kinds_in(killed) >= {Added, Aborted, TransferFailed, BlocksLanded, RequestNote, StepNote}

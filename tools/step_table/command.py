@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from actors.messages.errors import ConfigurationError
-from actors.scheduling.records import Added, Header
+from actors.scheduling.records import Added, Header, RequestNote
 from actors.step_log.format import StepLogError
 from actors.step_log.reader import read
 from tools.step_table.log import ReplayEnded, WatchedReplay, steps_of_log
@@ -20,7 +20,7 @@ _LISTED = 10
 
 
 class Wanted(NamedTuple):
-    request: str | None  # an id, or its unique beginning
+    request: str | None  # an id or an X-Request-ID, or its unique beginning
     first: int
     last: int | None
     as_json: bool
@@ -55,15 +55,17 @@ def _table(path: Path, wanted: Wanted, width: int | None) -> int:
         num_steps = 0
         encode = msgspec.json.Encoder().encode
         table = TextTable(log.header.configuration, width=width, longest_id=_LONGEST_ID, folds=not wanted.every_row)
-        if not wanted.as_json:
-            for line in (*table.heading(_title(log.header)), table.header()):
-                click.echo(line)
+        has_begun = wanted.as_json  # nothing is printed before there is something to show
         for step in steps_of_log(replay, wanted.last):
             num_steps += step.number > 0
             if wanted.as_json:
                 for row in step.rows.values():
                     click.echo(encode(row))
-            else:
+            elif step.number or step.moments:
+                if not has_begun:
+                    for line in (*table.heading(_title(log.header)), table.header()):
+                        click.echo(line)
+                    has_begun = True
                 for line in table.lines(step):
                     click.echo(line)
         if not num_steps:
@@ -107,17 +109,28 @@ def _follow(path: Path, wanted: str, width: int | None) -> int:
 
 
 def _find(path: Path, wanted: str) -> str:
-    """The one request whose id is `wanted`, or begins with it."""
-    found: dict[str, None] = {}
+    """The one request whose id, or whose X-Request-ID, is `wanted`, or begins with it. What is whole goes first."""
+    traces: dict[str, str] = {}  # request id → X-Request-ID, of those that are not added yet
+    found: dict[str, str] = {}  # request id → what it was found by
     with read(path) as log:
         for record in log:
-            if isinstance(record, Added) and record.request.request_id.startswith(wanted):
-                found[record.request.request_id] = None
+            match record:
+                case RequestNote():
+                    traces[record.request_id] = record.trace_id
+                case Added(request=request):
+                    names = (request.request_id, traces.pop(request.request_id, ""))
+                    by = next((name for name in names if name and name.startswith(wanted)), None)
+                    if by is not None:
+                        found[request.request_id] = by
     if wanted in found:
         return wanted
     if not found:
-        raise _NotThere(f"no request's id is or begins with {wanted!r}")
-    if len(found) > 1:
-        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-        raise _NotThere(f"{wanted!r} is the beginning of {len(found)} ids: {', '.join(list(found)[:_LISTED])}{more}")
-    return next(iter(found))
+        raise _NotThere(f"no request's id or X-Request-ID is or begins with {wanted!r}")
+    same = [request_id for request_id, by in found.items() if by == wanted]
+    alike = same or list(found)
+    if len(alike) == 1:
+        return alike[0]
+    what = f"the X-Request-ID of {len(alike)} requests" if same else f"the beginning of {len(alike)} ids"
+    listed = [name if found[name] in (name, wanted) else f"{name} ({found[name]})" for name in alike[:_LISTED]]
+    more = f" and {len(alike) - _LISTED} more" if len(alike) > _LISTED else ""
+    raise _NotThere(f"{wanted!r} is {what}: {', '.join(listed)}{more}")

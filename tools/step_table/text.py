@@ -13,6 +13,7 @@ from typing import NamedTuple
 import click
 
 from actors.configuration import SchedulerConfiguration
+from actors.scheduling.request import Status
 from tools.step_table.rows import Step, StepRow
 
 WIDE = 118  # characters from which on the step and the whole status have a column
@@ -78,7 +79,7 @@ class TextTable:
             yield click.style(line, bold=True)
 
     def _is_as_before(self, row: StepRow) -> bool:
-        if row.status == "FINISHED":
+        if row.status == Status.FINISHED.name:
             self._last.pop(row.request_id, None)
             return False
         key = (row.queue, row.status, row.num_computed_tokens_after, row.why)
@@ -183,7 +184,7 @@ def what_happened(row: StepRow) -> str:
     if row.token_ids:
         parts.append(f"out {' '.join(map(str, row.token_ids))}")
     if row.why:
-        parts.append(f"waits: {row.why}")
+        parts.append(row.why if row.status == Status.FINISHED.name else f"waits: {row.why}")
     return "; ".join(parts)
 
 

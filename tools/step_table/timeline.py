@@ -83,6 +83,7 @@ class Life(msgspec.Struct):
     request: EngineRequest
     submitted: float | None
     added: float
+    trace_id: str = ""
     steps: list[OwnStep] = []
     marks: list[tuple[float, str]] = []  # from then on it waited because of this
     events: list[tuple[float, str]] = []
@@ -140,7 +141,7 @@ class Follower:
     def __init__(self, request_id: str, core: WatchedCore) -> None:
         self._id, self._core = request_id, core
         self._lives: list[Life] = []
-        self._submitted: float | None = None
+        self._note_of_it: RequestNote | None = None  # of a life that begins next
         self._flying: dict[int, OwnStep] = {}
         self._unnoted: dict[int, OwnStep] = {}
         self._blocks: list[int] = []
@@ -155,10 +156,10 @@ class Follower:
         self._now = getattr(record, "now", self._now)
         match record:
             case RequestNote(request_id=self._id):
-                self._submitted = record.submitted
+                self._note_of_it = record
             case Added() if record.request.request_id == self._id:
-                self._lives.append(Life(record.request, self._submitted, record.now))
-                self._submitted = None
+                self._lives.append(_life(record, self._note_of_it))
+                self._note_of_it = None
             case Planned():
                 self._plan(record)
             case StepApplied():
@@ -242,6 +243,12 @@ class Follower:
             life.marks.append((self._now, f"{'; '.join(told)}: until the next plan"))
         if life.ended is None and self._core.live(self._id) is None:
             life.ended = self._now
+
+
+def _life(added: Added, note: RequestNote | None) -> Life:
+    if note is None:
+        return Life(added.request, None, added.now)
+    return Life(added.request, note.submitted, added.now, note.trace_id)
 
 
 def _ints(column: bytes) -> list[int]:

@@ -20,7 +20,8 @@ def lines_of(life: Life, header: Header, width: int | None) -> Iterator[str]:
     request = life.request
     ending = "live at the end of the log" if life.ended is None else f"{life.wall_s * 1e3:.3f} ms"
     num_out = sum(len(step.row.token_ids) for step in life.steps)
-    yield click.style(f"request {request.request_id} in {header.engine_id} (epoch {header.epoch})", bold=True)
+    trace = f" (X-Request-ID {life.trace_id})" if life.trace_id else ""
+    yield click.style(f"request {request.request_id}{trace} in {header.engine_id} (epoch {header.epoch})", bold=True)
     yield (
         f"{len(request.prompt_token_ids)} prompt tokens, {num_out} tokens out (max_tokens {request.max_tokens}); "
         f"arrived {request.arrival - header.started:+.6f} s; {ending}"

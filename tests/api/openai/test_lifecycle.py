@@ -237,8 +237,18 @@ async def test_two_requests_with_one_id_are_two_requests(description: ModelDescr
                 server.url + CHAT, data=msgspec.json.encode(HELLO), headers={"X-Request-ID": "same"}
             ) as response:
                 assert response.headers["X-Request-ID"] == "same"
-        first, second = (message.request.request_id for message in server.admission.of(SubmitRequest))
-        assert first != second
+        first, second = server.admission.of(SubmitRequest)
+        assert first.request.request_id != second.request.request_id
+        assert [first.trace_id, second.trace_id] == ["same", "same"]
+
+
+async def test_an_id_that_the_endpoint_made_goes_with_its_request_too(description: ModelDescription) -> None:
+    async with (
+        serving(description) as server,
+        server.http.post(server.url + CHAT, data=msgspec.json.encode(HELLO)) as response,
+    ):
+        (submitted,) = server.admission.of(SubmitRequest)
+        assert submitted.trace_id == response.headers["X-Request-ID"] != ""
 
 
 async def test_a_port_in_use(description: ModelDescription) -> None:

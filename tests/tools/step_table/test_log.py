@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from actors.configuration import SchedulerConfiguration
 from actors.messages.plan import StepPlan, StepResult
-from actors.messages.transfer import BlocksLanded, LoadBlocks
+from actors.messages.transfer import BlocksLanded, BlocksSent, GrantLease, LeaseGranted, LoadBlocks
 from actors.scheduling.recorded import RecordedCore
-from actors.scheduling.records import Planned, Record, RequestNote, StepNote
+from actors.scheduling.records import EffectsTaken, Header, Planned, Record, RequestNote, StepNote
 from actors.step_log.reader import read
 from actors.step_log.writer import StepLog
 from tests.scheduling.builders import request_of, result_of, ticket_of
@@ -282,12 +282,13 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         f"kvyard steps: {empty}: empty, or cut off before its header was whole (byte 0)\n",
     )
     assert run("--log", str(scenario))[::2] == (2, f"kvyard steps: {scenario}: not a step log (byte 0)\n")
-    code, out, _ = run("--log", no_steps)
-    assert (code, out.splitlines()[-1]) == (0, f"{no_steps}: no step was planned")
+    assert run("--log", no_steps) == (0, f"{no_steps}: no step was planned\n", "")
     assert run("--log", no_steps, "--json") == (0, "", f"{no_steps}: no step was planned\n")
-    assert run("--log", log, "--from", "9")[::2] == (2, f"kvyard steps: {log}: no step from 9 on; the last is 3\n")
+    for flags in ([], ["--json"], ["--all"], ["--to", "10"]):
+        late = run("--log", log, "--from", "9", *flags)
+        assert late == (2, "", f"kvyard steps: {log}: no step from 9 on; the last is 3\n")
     missing = run("--log", log, "--request", "third")
-    assert missing == (2, "", f"kvyard steps: {log}: no request's id is or begins with 'third'\n")
+    assert missing == (2, "", f"kvyard steps: {log}: no request's id or X-Request-ID is or begins with 'third'\n")
     ambiguous = run("--log", log, "--request", "")
     assert ambiguous == (2, "", f"kvyard steps: {log}: '' is the beginning of 2 ids: first, second\n")
     for flags, says in (
@@ -296,10 +297,96 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         (["--log", log, "--check"], "`kvyard replay LOG` checks a step log"),
         ([str(scenario), "--request", "a"], "give it with --log"),
         (["--log", log, "--request", "first", "--to", "3"], "give it alone"),
+        (["--log", log, "--from", "3", "--to", "2"], "--to 2 is before --from 3"),
     ):
         code, out, error = run(*flags)
         assert (code, out) == (2, "")
         assert says in error
+
+
+def traced(path: Path, **trace_ids: str) -> str:
+    """A log of requests that were computed one after the other, each with its X-Request-ID."""
+    records: list[Record] = []
+    core = RecordedCore(CONFIG, records.append)
+    for second, (name, trace_id) in enumerate(trace_ids.items()):
+        records.append(RequestNote(name, second, trace_id))
+        core.add(request_of(name, 4, max_tokens=1), second)
+        core.apply(result_of(core.schedule(second)), second + 0.5)
+        core.take_effects()
+    return str(write(path, records))
+
+
+def test_a_request_is_found_by_the_id_that_its_client_knows(tmp_path: Path) -> None:
+    """The same X-Request-ID, in the prefill engine's log and in the decode engine's."""
+    prefill = traced(tmp_path / "prefill", one="other", two="mine-7", three="")
+    decode = traced(tmp_path / "decode", four="mine-7", five="mine-8")
+    for log, request_id in ((prefill, "two"), (decode, "four")):
+        code, out, error = run("--log", log, "--request", "mine-7")
+        assert (code, error) == (0, "")
+        assert out.startswith(f"request {request_id} (X-Request-ID mine-7) in both-0 (epoch 1)\n")
+    assert run("--log", prefill, "--request", "mine")[1] == run("--log", prefill, "--request", "two")[1]
+    assert run("--log", prefill, "--request", "three")[1].startswith("request three in both-0")
+    assert run("--log", decode, "--request", "mine") == (
+        2,
+        "",
+        f"kvyard steps: {decode}: 'mine' is the beginning of 2 ids: four (mine-7), five (mine-8)\n",
+    )
+
+
+def test_an_x_request_id_that_several_requests_have_names_them(tmp_path: Path) -> None:
+    """A client that sends the same one twice; one that is another's beginning is still its own."""
+    log = traced(tmp_path / "log", one="same", two="same", three="same-but-longer", mine="two")
+    assert run("--log", log, "--request", "same") == (
+        2,
+        "",
+        f"kvyard steps: {log}: 'same' is the X-Request-ID of 2 requests: one, two\n",
+    )
+    assert run("--log", log, "--request", "two")[1].startswith("request two (X-Request-ID same)"), "ids go first"
+    assert run("--log", log, "--request", "same-")[1].startswith("request three (X-Request-ID same-but-longer)")
+
+
+def leased(path: Path, *, plans_while_granting: bool) -> str:
+    """A prefill engine's request of 4 tokens with two steps in flight: its blocks are sent."""
+    config = msgspec.structs.replace(CONFIG, async_scheduling=True)
+    records: list[Record] = []
+    core = RecordedCore(config, records.append)
+    core.add(request_of("one", 4, max_tokens=1, do_remote_decode=True), 0.0)
+    plan = core.schedule(0.0)
+    assert core.schedule(0.001).request_ids == ()
+    core.apply(result_of(plan), 0.01)
+    (order,) = [effect for effect in core.take_effects() if isinstance(effect, GrantLease)]
+    if plans_while_granting:
+        assert core.schedule(0.011).request_ids == ()
+    core.apply(LeaseGranted("one", order.generation, ticket_of(4)), 0.02)
+    core.apply(BlocksSent("one", order.generation), 0.03)
+    core.take_effects()
+    return str(write(path, records, config))
+
+
+def test_a_request_that_has_ended_waits_for_nothing(tmp_path: Path) -> None:
+    """The plan of its last row still had a placeholder and a reason; then its lease was granted, which ended it."""
+    code, out, _ = run("--log", leased(tmp_path / "log", plans_while_granting=False))
+    assert code == 0
+    # 4 tokens of the prompt and the one that came out; nothing more is on its way.
+    assert normal(out.splitlines()[-1]) == "– one – FINISHED 4 5 −1 0 lease granted; finished: length; sent"
+    out = run("--log", leased(tmp_path / "other", plans_while_granting=True))[1]
+    assert normal(out.splitlines()[-1]) == "– one – FINISHED 4 5 −1 0 lease granted; finished: length; sent"
+    rows = [normal(line) for line in out.splitlines() if " RUNNING " in line]
+    assert rows[1] == "– one running RUNNING 4 4+1p 1 waits: the steps in flight bring it to max_tokens"
+
+
+def test_what_is_asked_for_a_lease_is_not_said_to_wait(tmp_path: Path) -> None:
+    log = Path(leased(tmp_path / "log", plans_while_granting=True))
+    with read(log) as records:
+        kept = [record for record in records if not isinstance(record, Header | EffectsTaken)]
+    config = msgspec.structs.replace(CONFIG, async_scheduling=True)
+    granting = write(tmp_path / "granting", kept[: kept.index(_last_plan(kept)) + 1], config)
+    out = run("--log", str(granting))[1]
+    assert normal(out.splitlines()[-1]) == "– one – FINISHED 4 5 1 its lease is being asked for"
+
+
+def _last_plan(records: list[Record]) -> Record:
+    return [record for record in records if isinstance(record, Planned)][-1]
 
 
 def test_a_log_without_its_end_is_shown_and_says_so(tmp_path: Path) -> None:
