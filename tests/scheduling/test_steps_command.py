@@ -111,8 +111,14 @@ def test_a_file_that_is_not_a_scenario(tmp_path: Path, path: list[Any], value: A
 
 
 def test_text_that_is_not_json(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path, "{")
-    assert (code, "$: not JSON" in err) == (2, True)
+    """There is no JSON path to name: the line and the column are named."""
+    file = tmp_path / "scenario.json"
+    brace = "Expecting property name enclosed in double quotes"
+    assert run(tmp_path, '{"name": "x",\n  oops') == (2, "", f"{file}: not JSON (line 2, column 3): {brace}\n")
+    assert run(tmp_path, "# A title") == (2, "", f"{file}: not JSON (line 1, column 1): Expecting value\n")
+    file.write_bytes(b'{"name": "\xff"}')
+    result = CliRunner().invoke(steps, [str(file)])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{file}: not JSON: no text at byte 10\n")
 
 
 def test_it_imports_nothing_that_serves() -> None:

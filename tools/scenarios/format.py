@@ -1,7 +1,7 @@
 """A scenario file, parsed: every key, type and name is checked before anything runs.
 
 Owns the file format and nothing of the scheduler. A file that is not a scenario raises NotAScenario, whose text begins
-with the JSON path at fault.
+with the JSON path at fault, or says where it stops being JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ACTION_KINDS = ("add", "schedule", "update", "abort", "pause", "grammar_ready", 
 
 class NotAScenario(Exception):
     def __init__(self, path: str, problem: str) -> None:
+        """`path`: "" where there is none, since the file is not JSON."""
         self.path, self.problem = path, problem
-        super().__init__(f"{path}: {problem}")
+        super().__init__(f"{path}: {problem}" if path else problem)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,8 +146,10 @@ def parse(text: bytes) -> Scenario:
     """Raises NotAScenario."""
     try:
         content = json.loads(text)
-    except ValueError as error:
-        raise NotAScenario("$", f"not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise NotAScenario("", f"not JSON (line {error.lineno}, column {error.colno}): {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise NotAScenario("", f"not JSON: no text at byte {error.start}") from None
     file = _convert(content, _File, "$")
     config = _convert(file.config, Config, "$.config")
     requests = {name: _convert(request, Request, f"$.requests.{name}") for name, request in file.requests.items()}
