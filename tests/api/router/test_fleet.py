@@ -37,7 +37,9 @@ def fleet_of(prefill: int, decode: int, *, alone: str = "decode") -> Fleet:
 
 def chosen(fleet: Fleet, tried: list[str] | None = None) -> tuple[str | None, str] | None:
     choice = fleet.choose(tried or [])
-    return None if choice is None else (choice.prefill and choice.prefill.engine_id, choice.decode.engine_id)
+    if choice is None:
+        return None
+    return None if choice.prefill is None else choice.prefill.engine_id, choice.decode.engine_id
 
 
 def test_nobody_is_chosen_before_it_has_answered() -> None:
