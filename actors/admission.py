@@ -125,7 +125,8 @@ class AdmissionActor(Actor[AdmissionMessage]):
                 self.tasks.start_soon(self._forward, message, reply, ASK_SECONDS)
             case PauseScheduler() | ResumeScheduler() | ResetPrefixCache():
                 self._last_first_token = None  # how long a pause lasts says nothing of how fast the queue moves
-                self.tasks.start_soon(self._forward_control, message, reply)
+                # How long it may take is the asker's to say: a pause with mode wait takes as long as the last request.
+                self._orders.pass_on(message, reply)
             case ReleaseTicket():
                 self._releases.post(message)
             case Drain():
@@ -256,13 +257,7 @@ class AdmissionActor(Actor[AdmissionMessage]):
         else:
             reply.send(None)
 
-    async def _forward_control(self, message: ControlMessage, reply: Reply) -> None:
-        """Behind the requests that came before it. How long it may take is the asker's to say: a pause with mode wait
-        is reached when the last request has run, or another takes its place."""
-        await self._orders.flushed()
-        await self._forward(message, reply, math.inf)
-
-    async def _forward(self, message: StoryOf | ReportBlocks | ControlMessage, reply: Reply, seconds: float) -> None:
+    async def _forward(self, message: StoryOf | ReportBlocks, reply: Reply, seconds: float) -> None:
         try:
             reply.send(await self._scheduler.ask(message, seconds))
         except KvyardError as error:

@@ -2,8 +2,8 @@
 
 Two actors that wait for each other's full mailboxes stand still for ever. So nobody waits in a circle: the scheduler
 may wait for the AdmissionActor, the executor and the TransferActor, and what these three owe to the scheduler leaves
-from a task beside their `receive`. An outbox needs no bound of its own: it holds at most an add and an abort per
-live request.
+from a task beside their `receive`. Invariant: everything arrives in the order in which it was posted or passed on.
+An outbox is bounded: it holds at most an add and an abort per live request, and MAX_ASKS asks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,26 @@ from typing import Generic, TypeVar
 import anyio
 
 from actors.kernel.address import Address
+from actors.kernel.reply import Reply
+from actors.messages.errors import KvyardError, RefusalReason, RequestRefused
 
 M = TypeVar("M")
+MAX_ASKS = 64  # for which the receiver has no room yet
+
+
+class _Ask(Generic[M]):
+    """The asker is whoever holds `reply`'s other end."""
+
+    __slots__ = ("_reply", "message")
+
+    def __init__(self, message: M, reply: Reply) -> None:
+        self.message, self._reply = message, reply
+
+    def end(self, value: object, error: KvyardError | None) -> None:
+        if error is None:
+            self._reply.send(value)
+        else:
+            self._reply.fail(error)
 
 
 class Outbox(Generic[M]):
@@ -23,19 +41,23 @@ class Outbox(Generic[M]):
 
     def __init__(self, receiver: Address[M]) -> None:
         self._receiver = receiver
-        self._waiting: deque[M | anyio.Event] = deque()
+        self._waiting: deque[M | _Ask[M]] = deque()
+        self._num_asks = 0
         self._filled = anyio.Event()
 
     def post(self, message: M) -> None:
         self._waiting.append(message)
         self._filled.set()
 
-    async def flushed(self) -> None:
-        """Returns when all that was posted before has been told: what the caller sends then does not overtake it."""
-        passed = anyio.Event()
-        self._waiting.append(passed)
+    def pass_on(self, message: M, reply: Reply) -> None:
+        """An ask: the receiver's answer goes to `reply`, whenever it comes. Refused while MAX_ASKS wait for room."""
+        if self._num_asks == MAX_ASKS:
+            text = f"{MAX_ASKS} orders wait already, and actor {self._receiver.name!r} takes none: send it again later"
+            reply.fail(RequestRefused(RefusalReason.QUEUE_FULL, text, retry_after=1))
+            return
+        self._num_asks += 1
+        self._waiting.append(_Ask(message, reply))
         self._filled.set()
-        await passed.wait()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,8 +68,9 @@ class Outbox(Generic[M]):
             self._filled = anyio.Event()
             while self._waiting:
                 first = self._waiting[0]
-                if isinstance(first, anyio.Event):
-                    first.set()
+                if isinstance(first, _Ask):
+                    await self._receiver.ask_for(first.message, first)
+                    self._num_asks -= 1
                 else:
                     await self._receiver.tell(first)
                 self._waiting.popleft()

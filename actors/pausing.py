@@ -1,8 +1,8 @@
 """What an operator has asked of the scheduler and is not answered yet: a pause not reached, resets not made.
 
 The SchedulerActor calls `receive` for each message, `before_planning` and `after_delivery` in each turn. Invariants: at
-most one pause is open; a pause is answered after the outputs of what it ended; a forced reset is made with no step in
-flight, so that no token is lost to it and no block of it is fenced.
+most one pause and MAX_FORCED_RESETS are open; a pause is answered after the outputs of what it ended; a forced reset is
+made with no step in flight, so that no token is lost to it and no block of it is fenced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from actors.messages.control import (
     ResetPrefixCache,
     ResumeScheduler,
 )
+from actors.messages.errors import RefusalReason, RequestRefused
 from actors.scheduling.core import SchedulerCore
+
+MAX_FORCED_RESETS = 64  # that wait for the steps in flight
 
 
 class _OpenPause(NamedTuple):
@@ -42,6 +45,9 @@ class Pausing:
                 self._core.pause("none")
                 self._supersede()
                 reply.send(self._report(reached=True))
+            case ResetPrefixCache(preempt_running=True) if len(self._forced_resets) == MAX_FORCED_RESETS:
+                text = f"{MAX_FORCED_RESETS} resets wait already for the steps in flight: send it again later"
+                reply.fail(RequestRefused(RefusalReason.QUEUE_FULL, text, retry_after=1))
             case ResetPrefixCache(preempt_running=True):
                 self._forced_resets.append(reply)
             case ResetPrefixCache():
@@ -51,6 +57,11 @@ class Pausing:
     def holds_plans(self) -> bool:
         """Steps in flight are to come back before the next one is planned."""
         return bool(self._forced_resets)
+
+    @property
+    def waits(self) -> bool:
+        """Somebody waits for steps to come back."""
+        return self._open is not None or bool(self._forced_resets)
 
     def before_planning(self, now: float, steps_in_flight: int) -> None:
         if not steps_in_flight:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import anyio
+import msgspec
 
 from actors.health import Watchdog
 from actors.kernel.actor import Actor
@@ -200,6 +201,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     def _publish_stats(self, now: float) -> None:
         stats = self._core.stats()
+        if self._pausing.waits:
+            stats = msgspec.structs.replace(stats, steps_in_flight=len(self._in_flight))
         # Whoever waits while others hold blocks waits rightly; with all blocks free somebody should have been admitted.
         nobody_holds = not (stats.blocks_held + stats.blocks_fenced + stats.blocks_leased + stats.blocks_quarantined)
         should_admit = stats.paused == "none" and stats.waiting > 0 and nobody_holds

@@ -129,13 +129,17 @@ class Admin:
         match message:
             case PauseScheduler():
                 return (
-                    f"the pause stays in force but is not reached, {stats.running} requests run; "
-                    "POST /admin/resume takes it back"
+                    f"the pause stays in force but is not reached, {_steps(stats.steps_in_flight)} in flight and "
+                    f"{stats.running} requests run; POST /admin/resume takes it back"
                 )
-            case ResetPrefixCache():
-                return "the reset waits for the steps in flight and is made when they are back"
-            case ResumeScheduler():
+            case ResetPrefixCache(preempt_running=True):
+                return f"{_steps(stats.steps_in_flight)} in flight; the reset is made when none is left"
+            case ResetPrefixCache() | ResumeScheduler():
                 return "the engine has not answered"
+
+
+def _steps(number: int) -> str:
+    return "1 step is" if number == 1 else f"{number} steps are"
 
 
 def _who_holds(report: PrefixCacheReport) -> str:

@@ -27,6 +27,9 @@ class Address(Protocol[M_contra]):
     def tell_nowait(self, message: M_contra) -> None:
         """Raises MailboxFull, ActorGone."""
 
+    async def ask_for(self, message: M_contra, asker: Asker) -> None:
+        """A tell that is answered: `asker.end` gets the answer or the error, ActorGone too, whenever it comes."""
+
     async def ask(self, message: M_contra, seconds: float) -> Any:
         """The answer, within `seconds` (the wait for room in the mailbox included).
 
@@ -57,6 +60,17 @@ class LocalAddress(Generic[M]):
 
     def tell_nowait(self, message: M) -> None:
         self.mailbox.put_nowait(Envelope(message, Reply()))
+
+    async def ask_for(self, message: M, asker: Asker) -> None:
+        asks = self.mailbox.asks
+        reply = asks.open(asker)
+        try:
+            await self.mailbox.put(Envelope(message, reply))
+        except ActorGone as gone:
+            asks.end(asker, None, gone)  # unless the mailbox has done so
+        except BaseException:
+            asks.forget(asker)
+            raise
 
     async def ask(self, message: M, seconds: float) -> Any:
         asks, asker = self.mailbox.asks, WaitingTask()

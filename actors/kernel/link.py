@@ -114,8 +114,9 @@ class Link:
         self._asks[number] = (asker, actor, answers)
         return number
 
-    def forget_ask(self, number: int) -> None:
-        self._asks.pop(number, None)
+    def forget_ask(self, number: int) -> bool:
+        """Whether nothing had ended it."""
+        return self._asks.pop(number, None) is not None
 
     # Writing.
 

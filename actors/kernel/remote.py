@@ -70,6 +70,17 @@ class RemoteAddress(Generic[M]):
         self._credit -= 1
         self._link.send(frame)
 
+    async def ask_for(self, message: M, asker: Asker) -> None:
+        number = self._link.open_ask(asker, self.name, self._answers)
+        try:
+            await self._send(self._pack(Kind.ASK, number, message))
+        except ActorGone as gone:
+            if self._link.forget_ask(number):
+                asker.end(None, gone)
+        except BaseException:
+            self._link.forget_ask(number)
+            raise
+
     async def ask(self, message: M, seconds: float) -> Any:
         """Raises ActorGone, AskTimeout, or the typed error replied."""
         asker = WaitingTask()

@@ -22,3 +22,4 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions_total: int = 0
     late_events_total: int = 0
     paused: Literal["none", "new", "all"] = "none"  # "new": nobody is admitted, "all": nothing is scheduled
+    steps_in_flight: int = 0  # which a pause or a forced reset waits for; 0 when neither does

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from actors import admission
-from actors.admission import AdmissionActor, AdmissionLimits
+from actors.admission import AdmissionActor, AdmissionLimits, AdmissionMessage
 from actors.kernel.actor import Actor
 from actors.kernel.reply import Reply
 from actors.kernel.system import ActorSystem
@@ -76,8 +76,11 @@ class NarrowScheduler(Recorder):
     def __init__(self) -> None:
         super().__init__("scheduler")
         self.may_answer = anyio.Event()
+        self.may_take = anyio.Event()
+        self.may_take.set()
 
     async def receive(self, message: Any, reply: Reply) -> None:
+        await self.may_take.wait()
         await super().receive(message, reply)
         if isinstance(message, PauseScheduler | ResumeScheduler | ResetPrefixCache):
             self.tasks.start_soon(self._answer, message, reply)
@@ -270,6 +273,45 @@ async def test_an_order_does_not_overtake_the_requests_before_it() -> None:
         assert [type(message) for message in scheduler.messages] == [AddRequest] * 3 + [PauseScheduler]
         assert await door.address.ask(ResetPrefixCache(preempt_running=True), 5) == DONE
         assert scheduler.messages[-1] == ResetPrefixCache(preempt_running=True)
+
+
+async def test_a_request_after_an_order_does_not_overtake_it() -> None:
+    """Else `abort` would end a newcomer. The scheduler takes nothing at first, so that all of them wait at the door."""
+    scheduler = NarrowScheduler()
+    scheduler.may_take = anyio.Event()
+    async with a_door(scheduler) as door, anyio.create_task_group() as tasks:
+        messages: tuple[AdmissionMessage, ...] = (
+            *(SubmitRequest(EngineRequest(name, (1,), max_tokens=1)) for name in "ab"),
+            PauseScheduler("abort"),
+            SubmitRequest(EngineRequest("c", (1,), max_tokens=1)),
+            ResumeScheduler(),
+        )
+        for message in messages:
+            tasks.start_soon(door.address.ask, message, 5)
+            await anyio.lowlevel.checkpoint()
+        scheduler.may_take.set()
+        scheduler.may_answer.set()
+    told = [
+        message.request.request_id if isinstance(message, AddRequest) else message for message in scheduler.messages
+    ]
+    assert told == ["a", "b", PauseScheduler("abort"), "c", ResumeScheduler()]
+
+
+async def test_orders_that_the_scheduler_does_not_take_are_bounded() -> None:
+    """64, beside the one in its mailbox and the one in its hands. Once it takes them there is room again."""
+    scheduler = NarrowScheduler()
+    scheduler.may_take = anyio.Event()
+    async with a_door(scheduler) as door, anyio.create_task_group() as tasks:
+        for _ in range(66):
+            tasks.start_soon(door.address.ask, ResetPrefixCache(preempt_running=True), 5)
+            await anyio.lowlevel.checkpoint()
+        with pytest.raises(RequestRefused, match="64 orders wait already") as raised:
+            await door.address.ask(ResumeScheduler(), 5)
+        assert (raised.value.reason, raised.value.retry_after) == (RefusalReason.QUEUE_FULL, 1)
+        scheduler.may_take.set()
+        await scheduler.wait_for(66)
+        scheduler.may_answer.set()
+        assert await door.address.ask(ResumeScheduler(), 5) == PAUSED
 
 
 async def test_a_pause_may_take_longer_than_any_other_question(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from actors.messages.control import (
     ResetPrefixCache,
     ResumeScheduler,
 )
-from actors.messages.errors import RefusalReason
+from actors.messages.errors import RefusalReason, RequestRefused
 from actors.messages.request import FinishReason
 from actors.messages.transfer import BlocksLanded, LoadBlocks
 from tests.actors.test_scheduler import TICKET, Loop, a_loop
@@ -229,6 +229,40 @@ async def test_forced_resets_in_the_middle_of_a_text_change_no_token(depth: int)
         # The whole text so far is computed again: prompt and the tokens of the steps that were in flight.
         again = next(plan for plan in loop.executor.plans[depth:] if plan.new_requests).new_requests[0]
         assert len(again.token_ids) // 4 == PROMPT + depth
+
+
+async def test_forced_resets_are_bounded_and_keep_no_resume_out() -> None:
+    async with operator(1) as (one, loop):
+        await loop.add("a")
+        await loop.executor.until(1)
+        resets = [await one.asks(ResetPrefixCache(preempt_running=True)) for _ in range(64)]
+        with pytest.raises(RequestRefused, match="64 resets wait already for the steps in flight") as raised:
+            await loop.address.ask(ResetPrefixCache(preempt_running=True), 5)
+        assert (raised.value.reason, raised.value.retry_after) == (RefusalReason.QUEUE_FULL, 1)
+        assert (await one.resumes()).reached
+        assert loop.metrics.stats.steps_in_flight == 1
+        await loop.executor.go_on()
+        for reset in resets:
+            assert await reset.wait() == PrefixCacheReport(done=True, blocks_held=0, grants=())
+        assert await one.text_of("a") == text(3)
+        assert await loop.address.ask(ResetPrefixCache(preempt_running=True), 5) == PrefixCacheReport(True, 0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+async def test_the_steps_that_a_pause_waits_for_are_counted(depth: int) -> None:
+    """Until it is reached, and not while nobody waits: that would be a new report with every step."""
+    async with operator(depth) as (one, loop):
+        await loop.add("a", max_tokens=10)
+        await loop.executor.until(depth)
+        await one.turn()
+        assert loop.metrics.stats.steps_in_flight == 0
+        pause = await one.pauses("abort")
+        for in_flight in reversed(range(depth)):
+            assert (loop.metrics.stats.steps_in_flight, loop.metrics.stats.running) == (in_flight + 1, 0)
+            await loop.executor.answer()
+            await one.turn()
+        await pause.wait()
+        assert loop.metrics.stats.steps_in_flight == 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -10,6 +10,7 @@ from actors.kernel.reply import Reply
 from actors.kernel.system import ActorSystem
 from actors.messages.errors import ActorFailed, ActorGone, AskTimeout, RefusalReason, RequestRefused
 from tests.actors.kernel.support import (
+    Answered,
     AnswerKept,
     DropKept,
     Echo,
@@ -38,6 +39,22 @@ async def test_an_ask_returns_the_value_and_raises_the_typed_error_replied() -> 
         "prompt",
         1.5,
     )
+
+
+@within(5)
+async def test_who_asks_for_another_waits_for_room_only() -> None:
+    actor, first, second, late = Gated(), Answered(), Answered(), Answered()
+    async with ActorSystem() as system:
+        gated = await system.start(actor)
+        await gated.ask_for(Say(1), first)
+        await gated.ask_for(Say(2), second)
+        assert (first.value, second.value) == (None, None)
+        actor.gate.set()
+        assert await gated.ask(Say(3), 5) == Said(3)
+        assert (first.value, second.value) == (Said(1), Said(2))
+        await system.stop(gated, 5)
+        await gated.ask_for(Say(4), late)
+        assert isinstance(late.error, ActorGone)
 
 
 @within(5)

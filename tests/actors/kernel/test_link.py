@@ -48,6 +48,18 @@ async def test_values_and_typed_errors_cross() -> None:
 
 
 @within(5)
+async def test_who_asks_for_another_waits_for_room_only() -> None:
+    actor, asked = Gated(), Answered()
+    async with linked(actor) as pair:
+        gated = pair.gated()
+        await gated.ask_for(Say(1), asked)
+        assert asked.value is None
+        actor.gate.set()
+        assert await gated.ask(Say(2), 5) == Said(2)
+        assert asked.value == Said(1)
+
+
+@within(5)
 async def test_kept_replies_are_answered_across_the_link() -> None:
     async with linked(Echo()) as pair:
         echo, answers = pair.echo(), []
@@ -147,6 +159,9 @@ async def test_an_actor_that_dies_takes_its_address_and_leaves_the_link() -> Non
         gone = Answered()
         echo.ping(gone)
         assert isinstance(gone.error, ActorGone)
+        late = Answered()
+        await echo.ask_for(Say(1), late)
+        assert isinstance(late.error, ActorGone)
         await gated.tell(Say(1))
         assert pair.here.lost is None
         pair.there_scope.cancel()

@@ -111,14 +111,32 @@ async def test_a_pause_that_is_not_reached_in_time_stays_in_force_and_says_so(
     description: ModelDescription, by_header: bool
 ) -> None:
     async with serving(description) as server:
-        server.engine.metrics.stats_changed(EngineStats(running=3, paused="new"))
+        server.engine.metrics.stats_changed(EngineStats(running=3, paused="new", steps_in_flight=2))
         body = {"mode": "wait"} if by_header else {"mode": "wait", "timeout": 0.05}
         headers = {"X-Request-Timeout": "0.05"} if by_header else {}
         with anyio.fail_after(5):
             status, answer = await server.post("/admin/pause", body, **headers)
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
         assert "the pause stays in force" in answer["error"]["message"]
-        assert "3 requests run" in answer["error"]["message"]
+        assert "2 steps are in flight and 3 requests run" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("reset_prefix_cache", {"preempt_running": True}, "1 step is in flight; the reset is made when none is left"),
+        ("reset_prefix_cache", {}, "the engine has not answered"),
+        ("resume", {}, "the engine has not answered"),
+    ],
+)
+async def test_another_order_that_is_not_answered_in_time(
+    description: ModelDescription, path: str, body: dict[str, Any], words: str
+) -> None:
+    async with serving(description) as server:
+        server.engine.metrics.stats_changed(EngineStats(running=1, steps_in_flight=1))
+        status, answer = await server.post(f"/admin/{path}", {**body, "timeout": 0.05})
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        assert answer["error"]["message"] == f"not within 0.05 s: {words}"
 
 
 async def test_orders_are_behind_the_key(description: ModelDescription) -> None:
