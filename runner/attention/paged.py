@@ -10,6 +10,8 @@ what causality hides.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import torch
@@ -73,7 +75,7 @@ class PagedAttention:
             self._decode_group(
                 start, end, rows.block_tables[start:end, : num_blocks[end - 1]], rows.contexts[start:end]
             )
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            for start, end in pairwise(bounds)
             if start < end
         ]
 

@@ -9,8 +9,9 @@ device without a kernel of its own. A backend adds its kernels under its dispatc
 | swiglu | silu of the first half times the second |
 
 pool [blocks, kv_heads, layers, 2, block_size, head_size]; qkv [tokens, (heads + 2 · kv_heads) · head_size]; angles
-[positions, head_size]; positions int64 [tokens]; stored int64 [tokens · kv_heads], see `Batch.stored`; block_tables int32
-[rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], tokens before it.
+[positions, head_size]; positions int64 [tokens]; stored int64 [tokens · kv_heads], see `Batch.stored`; block_tables
+int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], the tokens
+before it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from runner.kernels import reference
 
-_LIBRARY = torch.library.Library("kvyard", "DEF")
+_LIBRARY = torch.library.Library("kvyard", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _fake_add_rms_norm(
@@ -75,7 +76,7 @@ for _schema, _implementation, _fake in (
     ),
     ("swiglu(Tensor gate_up) -> Tensor", reference.swiglu, _fake_swiglu),
 ):
-    _LIBRARY.define(_schema)
+    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"kvyard::{_name}", _fake, lib=_LIBRARY)

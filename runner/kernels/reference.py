@@ -37,7 +37,7 @@ def rotate(heads: torch.Tensor, angles: torch.Tensor) -> None:
 
 
 def store(heads: torch.Tensor, pool: torch.Tensor, stored: torch.Tensor, layer: int) -> None:
-    """heads [tokens, 2 · kv_heads, head_size]: keys, then values, into the rows that `stored` says for layer 0's keys."""
+    """heads [tokens, 2 · kv_heads, head_size]: keys, then values, into the rows that `stored` says for layer 0."""
     block_size, head_size = pool.shape[-2:]
     for kind, states in enumerate(heads.chunk(2, dim=1)):
         rows = pool.view(-1, head_size)[(2 * layer + kind) * block_size :]

@@ -1,8 +1,8 @@
 """The llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Owns the weights and the order of operations; how an operation is computed is the kernels' business, where keys and
-values live the attention's. Query, key and value weights are one matrix, gate and up another. Intermediate dtypes follow
-HF's modeling_llama, so that float32 agrees to rounding.
+values live the attention's. Query, key and value weights are one matrix, gate and up another. Intermediate dtypes
+follow HF's modeling_llama, so that float32 agrees to rounding.
 """
 
 from __future__ import annotations

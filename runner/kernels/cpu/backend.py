@@ -1,4 +1,4 @@
-"""The native CPU kernels: the library is built when it is not there yet, loaded once per process, and called as operators.
+"""The native CPU kernels: the library is built when it is not there yet, loaded once, and called as operators.
 
 What one step's attention needs of the batch goes to int32 tensors once; every layer hands the same ones over.
 """
@@ -78,7 +78,7 @@ def load() -> CpuKernels:
     """Raises BackendUnavailable."""
     path = built(default_cache())
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendUnavailable(
