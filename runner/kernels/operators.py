@@ -10,7 +10,7 @@ device without a kernel of its own. A backend adds its kernels under its dispatc
 
 pool [blocks, kv_heads, layers, 2, block_size, head_size]; qkv [tokens, (heads + 2 · kv_heads) · head_size]; angles
 [positions, head_size]; positions int64 [tokens]; stored int64 [tokens · kv_heads], see `Batch.stored`; block_tables
-int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], the tokens
+int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], tokens
 before it.
 """
 
