@@ -1,12 +1,12 @@
 // Attention of a few query vectors over one part of a paged context, for one dtype, written with vector.h.
 //
-// Keys are taken in chunks. A chunk is packed once for all query vectors: keys so that sixteen tokens are the lanes of a
+// Keys are taken in chunks. A chunk is packed once for all query vectors: keys so that tokens are the lanes of a
 // vector (no sums across lanes), values so that the lanes are dimensions. Where the tier multiplies pairs of bfloat16,
 // a unit of 32 bits is such a pair: two dimensions of a key, two tokens of a value. Elsewhere it is one float32.
 //
-//      scores [queries, tokens]  = query units  x  packed keys    (tiles of 4 queries x 4 vectors in registers)
+//      scores [queries, tokens]  = query units  x  packed keys    (4 queries x kColumns vectors in registers)
 //      weights                   = exp(scores - running maximum)
-//      values [queries, head]   += weights      x  packed values  (tiles of 4 queries x 4 vectors in registers)
+//      values [queries, head]   += weights      x  packed values  (likewise)
 //
 // Tokens that a query may not see are never multiplied by: what lies behind the end of the context may be anything.
 #pragma once
@@ -20,9 +20,12 @@ using kvyard::AttentionWork;
 using kvyard::kChunkTokens;
 using kvyard::kMaxHeadSize;
 using kvyard::kMaxQueries;
+using kvyard::Part;
 using kvyard::Partial;
 
 constexpr int kChunkTiles = kChunkTokens / kLanes;
+// Vectors of one row that are summed up side by side for four queries: what the registers hold.
+constexpr int kColumns = kLanes == 16 ? 4 : 2;
 
 // A unit as it is multiplied.
 template <bool kPairs>
@@ -52,7 +55,7 @@ struct Unit<true> {
 struct Scratch {
   alignas(64) uint32_t query_units[kMaxQueries * kMaxHeadSize];
   U32 key_units[kChunkTiles * kMaxHeadSize];
-  U32 value_units[kChunkTokens * (kMaxHeadSize / kLanes)];
+  U32 value_units[kChunkTokens * kMaxHeadSize / kLanes];
   alignas(64) float score_rows[kMaxQueries * kChunkTokens];
 };
 
@@ -79,7 +82,7 @@ struct Attention {
   INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns; }
   INLINE float* score_row(int64_t query) const { return scratch.score_rows + query * kChunkTokens; }
 
-  // Sixteen units of consecutive elements; fewer than asked for are followed by zeros.
+  // A vector of units from consecutive elements; fewer than asked for are followed by zeros.
   static INLINE U32 load_units(const T* from, int64_t elements) {
     if constexpr (kPairs) {
       return elements >= 2 * kLanes ? load_raw<U32>(from) : load_some<U32>(from, elements > 0 ? elements : 0);
@@ -98,17 +101,47 @@ struct Attention {
     }
   }
 
-  void pack_chunk(int64_t begin, int64_t tokens) const {
-    const auto& pool = work.pool;
+  // Where the keys of a chunk lie; their values are `value_offset` behind.
+  struct Chunk {
     const T* keys[kChunkTokens];
-    for (int64_t token = 0; token < tokens;) {
-      const int64_t block = (begin + token) / pool.block_size, offset = (begin + token) % pool.block_size;
-      const T* row = static_cast<const T*>(pool.base) + work.block_table[block] * pool.block_stride +
-                     work.kv_head * pool.head_stride + offset * size;
-      for (int64_t left = pool.block_size - offset; left > 0 && token < tokens; --left, ++token, row += size)
-        keys[token] = row;
+    int64_t tokens, value_offset, row_bytes;
+    int64_t fetched, byte;
+
+    void locate(const AttentionWork& work, int64_t begin, int64_t end) {
+      const auto& pool = work.pool;
+      tokens = end - begin < kChunkTokens ? end - begin : kChunkTokens;
+      value_offset = pool.value_offset;
+      row_bytes = pool.head_size * static_cast<int64_t>(sizeof(T));
+      fetched = byte = 0;
+      for (int64_t token = 0; token < tokens;) {
+        const int64_t block = (begin + token) / pool.block_size, offset = (begin + token) % pool.block_size;
+        const T* row = static_cast<const T*>(pool.base) + work.block_table[block] * pool.block_stride +
+                       work.kv_head * pool.head_stride + offset * pool.head_size;
+        for (int64_t left = pool.block_size - offset; left > 0 && token < tokens; --left, ++token, row += pool.head_size)
+          keys[token] = row;
+      }
     }
+
+    // So many cache lines of keys, and as many of values.
+    INLINE void fetch(int64_t lines) {
+      for (; lines > 0 && fetched < tokens; --lines) {
+        const char* line = reinterpret_cast<const char*>(keys[fetched]) + byte;
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(line + value_offset * static_cast<int64_t>(sizeof(T)), 0, 2);
+        byte += 64;
+        if (byte >= row_bytes) {
+          byte = 0;
+          ++fetched;
+        }
+      }
+    }
+  };
+
+  void pack_chunk(const Chunk& chunk, Chunk& next) const {
+    const T* const* keys = chunk.keys;
+    const int64_t tokens = chunk.tokens, value_offset = chunk.value_offset;
     for (int64_t first = 0; first < tokens; first += kLanes) {
+      next.fetch(kLanes / 2);
       for (int64_t element = 0; element < size; element += kWidth * kLanes) {
         U32 rows[kLanes];
         for (int lane = 0; lane < kLanes; ++lane)
@@ -119,33 +152,38 @@ struct Attention {
       }
     }
     for (int64_t token = 0; token < tokens; token += kWidth) {
-      const T* value = keys[token] + pool.value_offset;
-      const T* next = kPairs && token + 1 < tokens ? keys[token + 1] + pool.value_offset : nullptr;
-      for (int64_t column = 0; column < columns; ++column) {
-        const int64_t count = size - column * kLanes;
-        U32 packed = load_value(value + column * kLanes, count);
-        if (next != nullptr) packed |= load_value(next + column * kLanes, count) << 16;
-        value_row(token / kWidth)[column] = packed;
-      }
+      next.fetch(1);
+      const bool alone = token + 1 == tokens;  // without a second token for its pairs
+      pack_values(keys[token] + value_offset, keys[token + (alone ? 0 : kWidth - 1)] + value_offset,
+                  alone ? 0 : ~uint32_t{0}, value_row(token / kWidth));
     }
   }
 
-  static INLINE U32 load_value(const T* from, int64_t count) {
+  INLINE void pack_values(const T* first, const T* second, uint32_t keep_second, U32* to) const {
+    int64_t element = 0;
+    for (; element + kLanes <= size; element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
+    if (element < size) *to = value_units(first + element, second + element, size - element, keep_second);
+  }
+
+  static INLINE U32 value_units(const T* first, const T* second, int64_t count, uint32_t keep_second) {
     if constexpr (kPairs) {
-      return __builtin_convertvector(count >= kLanes ? load_raw<U16>(from) : load_some<U16>(from, count), U32);
+      const U16 low = count == kLanes ? load_raw<U16>(first) : load_some<U16>(first, count);
+      const U16 high = count == kLanes ? load_raw<U16>(second) : load_some<U16>(second, count);
+      return zero_extend(low) | (zero_extend(high) << 16 & keep_second);
     } else {
-      return reinterpret_cast<U32>(load(from, count));
+      return reinterpret_cast<U32>(load(first, count));
     }
   }
 
-  // scores of kQueries queries from `query` on and kTiles x 16 tokens from tile `tile` on.
+  // scores of kQueries queries from `query` on and kTiles vectors of tokens from tile `tile` on.
   template <int kQueries, int kTiles>
-  INLINE void score(int64_t query, int64_t tile) const {
+  INLINE void score(int64_t query, int64_t tile, Chunk& next) const {
     const uint32_t* queries = query_row(query);
     const U32* keys = key_tile(tile);
     const int64_t stride = units, used = (size + kWidth - 1) / kWidth;
     F32 sums[kQueries][kTiles] = {};
     for (int64_t index = 0; index < used; ++index) {
+      if (index % 2) next.fetch(1);
 #pragma GCC unroll 4
       for (int row = 0; row < kQueries; ++row) {
 #pragma GCC unroll 4
@@ -160,14 +198,10 @@ struct Attention {
   }
 
   template <int kQueries>
-  void score_tiles(int64_t query, int64_t tiles) const {
+  void score_tiles(int64_t query, int64_t tiles, Chunk& next) const {
     int64_t tile = 0;
-    for (; tile + 4 <= tiles; tile += 4) score<kQueries, 4>(query, tile);
-    switch (tiles - tile) {
-      case 3: return score<kQueries, 3>(query, tile);
-      case 2: return score<kQueries, 2>(query, tile);
-      case 1: return score<kQueries, 1>(query, tile);
-    }
+    for (; tile + kColumns <= tiles; tile += kColumns) score<kQueries, kColumns>(query, tile, next);
+    for (; tile < tiles; ++tile) score<kQueries, 1>(query, tile, next);
   }
 
   // The query's scores become weights, zero where it does not see; the sums so far are made relative to the new maximum.
@@ -204,58 +238,56 @@ struct Attention {
       store_raw(values + column * kLanes, load_raw<F32>(values + column * kLanes) * shrunk);
   }
 
-  template <int kQueries, int kColumns>
-  INLINE void add_values(int64_t query, int64_t column, int64_t rows, Partial partial) const {
+  template <int kQueries, int kVectors>
+  INLINE void add_values(int64_t query, int64_t column, int64_t rows, Partial partial, Chunk& next) const {
     const float* weights = score_row(query);
     const U32* packed = value_row(0) + column;
     const int64_t stride = columns;
-    F32 sums[kQueries][kColumns];
+    F32 sums[kQueries][kVectors];
     float* values = partial.values + (query * columns + column) * kLanes;
     for (int row = 0; row < kQueries; ++row)
-      for (int index = 0; index < kColumns; ++index)
+      for (int index = 0; index < kVectors; ++index)
         sums[row][index] = load_raw<F32>(values + (row * stride + index) * kLanes);
     for (int64_t token = 0; token < rows; ++token) {
+      if (token % 2) next.fetch(1);
 #pragma GCC unroll 4
       for (int row = 0; row < kQueries; ++row) {
         uint32_t weight;
         std::memcpy(&weight, weights + row * kChunkTokens + token, sizeof weight);
 #pragma GCC unroll 4
-        for (int index = 0; index < kColumns; ++index)
+        for (int index = 0; index < kVectors; ++index)
           sums[row][index] = unit::multiply_add(sums[row][index], packed[token * stride + index], weight);
       }
     }
     for (int row = 0; row < kQueries; ++row)
-      for (int index = 0; index < kColumns; ++index)
+      for (int index = 0; index < kVectors; ++index)
         store_raw(values + (row * stride + index) * kLanes, sums[row][index]);
   }
 
   template <int kQueries>
-  void add_all_values(int64_t query, int64_t rows, Partial partial) const {
+  void add_all_values(int64_t query, int64_t rows, Partial partial, Chunk& next) const {
     int64_t column = 0;
-    for (; column + 4 <= columns; column += 4) add_values<kQueries, 4>(query, column, rows, partial);
-    switch (columns - column) {
-      case 3: return add_values<kQueries, 3>(query, column, rows, partial);
-      case 2: return add_values<kQueries, 2>(query, column, rows, partial);
-      case 1: return add_values<kQueries, 1>(query, column, rows, partial);
-    }
+    for (; column + kColumns <= columns; column += kColumns)
+      add_values<kQueries, kColumns>(query, column, rows, partial, next);
+    for (; column < columns; ++column) add_values<kQueries, 1>(query, column, rows, partial, next);
   }
 
   // Queries [query, query + kQueries) over a packed chunk that begins at `begin`.
   template <int kQueries>
-  void attend_queries(int64_t query, int64_t begin, int64_t tokens, Partial partial) const {
+  void attend_queries(int64_t query, int64_t begin, int64_t tokens, Partial partial, Chunk& next) const {
     const int64_t last_token = (query + kQueries - 1) / work.num_heads;
     int64_t most = work.first_position + last_token + 1 - begin;
     most = most < tokens ? most : tokens;
     const int64_t tiles = (most + kLanes - 1) / kLanes;
-    score_tiles<kQueries>(query, tiles);
+    score_tiles<kQueries>(query, tiles, next);
     for (int64_t row = query; row < query + kQueries; ++row) {
       const int64_t visible = work.first_position + row / work.num_heads + 1 - begin;
       weigh(row, visible < tokens ? visible : tokens, tiles, partial);
     }
-    add_all_values<kQueries>(query, (most + kWidth - 1) / kWidth, partial);
+    add_all_values<kQueries>(query, (most + kWidth - 1) / kWidth, partial, next);
   }
 
-  void attend(int64_t begin, int64_t end, Partial partial) const {
+  void attend(int64_t begin, int64_t end, Part following, Partial partial) const {
     const int64_t queries = int64_t{work.num_tokens} * work.num_heads;
     std::memset(partial.values, 0, static_cast<size_t>(queries * columns * kLanes) * sizeof(float));
     for (int64_t query = 0; query < queries; ++query) {
@@ -263,22 +295,34 @@ struct Attention {
       partial.total[query] = 0;
     }
     pack_queries();
+    Chunk chunks[2];
+    Chunk *current = &chunks[0], *next = &chunks[1];
+    current->locate(work, begin, end);
     for (int64_t chunk = begin; chunk < end; chunk += kChunkTokens) {
-      const int64_t tokens = end - chunk < kChunkTokens ? end - chunk : kChunkTokens;
-      pack_chunk(chunk, tokens);
+      const int64_t tokens = current->tokens;
+      if (chunk + tokens < end) {
+        next->locate(work, chunk + tokens, end);
+      } else {
+        next->locate(*following.work, following.begin, following.end);
+      }
+      pack_chunk(*current, *next);
       // Tokens in front of the chunk see nothing of it.
       int64_t query = chunk > work.first_position ? (chunk - work.first_position) * work.num_heads : 0;
-      for (; query + 4 <= queries; query += 4) attend_queries<4>(query, chunk, tokens, partial);
+      for (; query + 4 <= queries; query += 4) attend_queries<4>(query, chunk, tokens, partial, *next);
       switch (queries - query) {
-        case 3: attend_queries<3>(query, chunk, tokens, partial); break;
-        case 2: attend_queries<2>(query, chunk, tokens, partial); break;
-        case 1: attend_queries<1>(query, chunk, tokens, partial); break;
+        case 3: attend_queries<3>(query, chunk, tokens, partial, *next); break;
+        case 2: attend_queries<2>(query, chunk, tokens, partial, *next); break;
+        case 1: attend_queries<1>(query, chunk, tokens, partial, *next); break;
       }
+      next->fetch(kChunkTokens * kMaxHeadSize);  // what is left
+      Chunk* done = current;
+      current = next;
+      next = done;
     }
   }
 
-  static void attend_part(const AttentionWork& work, int64_t begin, int64_t end, Partial partial, void* memory) {
-    Attention(work, memory).attend(begin, end, partial);
+  static void attend_part(Part part, Part next, Partial partial, void* memory) {
+    Attention(*part.work, memory).attend(part.begin, part.end, next, partial);
   }
 
   static void finish(const AttentionWork& work, Partial total) {

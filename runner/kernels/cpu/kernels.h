@@ -36,14 +36,21 @@ struct AttentionWork {
 
 // A running softmax over the keys seen so far: sums of weights and of weighted values, relative to the maximum.
 struct Partial {
-  float* values;   // [queries, head_size rounded up to 16]
+  float* values;   // [queries, head_size rounded up to whole vectors]
   float* maximum;  // [queries]
   float* total;    // [queries]
 };
 
+// Keys [begin, end) of a work's context, both of one part.
+struct Part {
+  const AttentionWork* work;
+  int64_t begin, end;
+};
+
 struct Kernels {
-  // Keys [begin, end) of the work's context, both of one part, into `partial`. `scratch`: scratch_bytes(), 64-aligned.
-  void (*attend_part)(const AttentionWork&, int64_t begin, int64_t end, Partial partial, void* scratch);
+  // A part into `partial`. What the same thread will probably do next is fetched into the cache meanwhile: blocks lie far
+  // apart, so the processor does not guess it. `scratch`: scratch_bytes(), 64-aligned.
+  void (*attend_part)(Part part, Part next, Partial partial, void* scratch);
   // Joins the next part to those before it.
   void (*merge)(Partial total, Partial part, int64_t queries, int64_t head_size);
   // Divides by the sum of weights and writes the work's outputs.

@@ -1,11 +1,11 @@
-// Sixteen lanes of float32 or 32-bit integers as the compiler's own vectors: it lowers them to whatever the tier has.
+// Vectors of float32 or 32-bit integers as the compiler knows them; intrinsics only where it does not do well by itself.
 // Everything is inlined and internal, so that code of one tier can never be linked into another.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -13,12 +13,20 @@ namespace {
 
 #define INLINE inline __attribute__((always_inline))
 
-typedef float F32 __attribute__((vector_size(64)));
-typedef int32_t I32 __attribute__((vector_size(64)));
-typedef uint32_t U32 __attribute__((vector_size(64)));
-typedef uint16_t U16 __attribute__((vector_size(32)));
-
+// As many lanes as the tier has in one register: wider vectors would live in memory.
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float F32 __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
+
 constexpr float kInfinity = __builtin_inff();
 
 struct BFloat16 {
@@ -27,7 +35,11 @@ struct BFloat16 {
 
 INLINE F32 splat(float value) { return F32{} + value; }
 
-INLINE I32 lane_numbers() { return I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+INLINE I32 lane_numbers() {
+  I32 numbers{};
+  for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+  return numbers;
+}
 
 INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }
 
@@ -51,7 +63,16 @@ INLINE V load_some(const T* from, int64_t count) {
   return vector;
 }
 
-INLINE F32 widen(U16 bits) { return reinterpret_cast<F32>(__builtin_convertvector(bits, U32) << 16); }
+// GCC does not find the single instruction behind __builtin_convertvector.
+INLINE U32 zero_extend(U16 bits) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_cvtepu16_epi32((__m256i)bits);
+#else
+  return __builtin_convertvector(bits, U32);
+#endif
+}
+
+INLINE F32 widen(U16 bits) { return reinterpret_cast<F32>(zero_extend(bits) << 16); }
 
 // To nearest, ties to even; NaN stays NaN.
 INLINE U16 narrow(F32 value) {
@@ -61,7 +82,11 @@ INLINE U16 narrow(F32 value) {
   U32 bits = reinterpret_cast<U32>(value);
   U32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   rounded = value == value ? rounded : (bits >> 16) | 0x40;
+#if defined(__AVX512F__)
+  return (U16)_mm512_cvtepi32_epi16((__m512i)rounded);
+#else
   return __builtin_convertvector(rounded, U16);
+#endif
 #endif
 }
 
@@ -133,32 +158,40 @@ INLINE F32 exponential(F32 x) {
   return vanishes ? F32{} : result;
 }
 
-// 16 rows of 16 32-bit units: rows become columns.
-INLINE void transpose(U32 (&rows)[kLanes]) {
+// Lanes of `a` and `b` in turns: the lower halves (kHigh false) or the upper ones.
+template <bool kHigh>
+INLINE U32 interleave(U32 a, U32 b) {
 #if defined(__AVX512F__)
-  // Four perfect shuffles: each interleaves row i with row i + 8.
   const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  U32 other[kLanes];
-  U32 *from = rows, *to = other;
-#pragma GCC unroll 4
-  for (int round = 0; round < 4; ++round) {
-#pragma GCC unroll 8
-    for (int row = 0; row < 8; ++row) {
-      to[2 * row] = (U32)_mm512_permutex2var_epi32((__m512i)from[row], low, (__m512i)from[row + 8]);
-      to[2 * row + 1] = (U32)_mm512_permutex2var_epi32((__m512i)from[row], high, (__m512i)from[row + 8]);
-    }
-    U32* swapped = from;
-    from = to;
-    to = swapped;
-  }
+  return (U32)_mm512_permutex2var_epi32((__m512i)a, kHigh ? high : low, (__m512i)b);
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_unpacklo_epi32((__m256i)a, (__m256i)b), high = _mm256_unpackhi_epi32((__m256i)a, (__m256i)b);
+  return (U32)_mm256_permute2x128_si256(low, high, kHigh ? 0x31 : 0x20);
 #else
-  uint32_t in[kLanes][kLanes], out[kLanes][kLanes];
-  std::memcpy(in, rows, sizeof in);
-  for (int row = 0; row < kLanes; ++row)
-    for (int column = 0; column < kLanes; ++column) out[column][row] = in[row][column];
-  std::memcpy(rows, out, sizeof out);
+  constexpr int from = kHigh ? kLanes / 2 : 0;
+  U32 mixed{};
+  for (int lane = 0; lane < kLanes / 2; ++lane) {
+    mixed[2 * lane] = a[from + lane];
+    mixed[2 * lane + 1] = b[from + lane];
+  }
+  return mixed;
 #endif
+}
+
+// kLanes rows of kLanes units: rows become columns, by perfect shuffles of row i with row i + kLanes / 2.
+INLINE void transpose(U32 (&rows)[kLanes]) {
+  U32 shuffled[kLanes];
+#pragma GCC unroll 4
+  for (int width = kLanes; width > 1; width /= 2) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kLanes / 2; ++row) {
+      shuffled[2 * row] = interleave<false>(rows[row], rows[row + kLanes / 2]);
+      shuffled[2 * row + 1] = interleave<true>(rows[row], rows[row + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes; ++row) rows[row] = shuffled[row];
+  }
 }
 
 }  // namespace

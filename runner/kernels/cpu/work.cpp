@@ -71,13 +71,16 @@ Partial AttentionCall::part_of(Joined& joined, const AttentionWork& work, int64_
   return {from, maxima, maxima + work.num_heads};
 }
 
-void AttentionCall::run_piece(const Piece& piece) const {
+void AttentionCall::run_piece(const Piece& piece, const Piece& following) const {
   const AttentionWork& work = piece.work;
   const int64_t keys = work.first_position + work.num_tokens, queries = int64_t{work.num_tokens} * work.num_heads;
+  const auto part_at = [](const Piece& of, int64_t part) {
+    const int64_t all = of.work.first_position + of.work.num_tokens, begin = part * kPartTokens;
+    return Part{&of.work, begin, std::min(all, begin + kPartTokens)};
+  };
+  const Part afterwards = part_at(following, std::max<int64_t>(0, following.part));
   if (piece.part >= 0) {
-    const int64_t begin = piece.part * kPartTokens;
-    const Partial own = part_of(*piece.joined, work, piece.part);
-    kernels.attend_part(work, begin, std::min(keys, begin + kPartTokens), own, memory.scratch);
+    kernels.attend_part(part_at(piece, piece.part), afterwards, part_of(*piece.joined, work, piece.part), memory.scratch);
     if (piece.joined->left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     const Partial total = part_of(*piece.joined, work, 0);
     for (int64_t part = 1; part * kPartTokens < keys; ++part)
@@ -86,10 +89,11 @@ void AttentionCall::run_piece(const Piece& piece) const {
     return;
   }
   const Partial total = memory.partial(0), next = memory.partial(1);
-  kernels.attend_part(work, 0, std::min<int64_t>(keys, kPartTokens), total, memory.scratch);
-  for (int64_t begin = kPartTokens; begin < keys; begin += kPartTokens) {
-    kernels.attend_part(work, begin, std::min(keys, begin + kPartTokens), next, memory.scratch);
-    kernels.merge(total, next, queries, batch.pool.head_size);
+  for (int64_t part = 0; part * kPartTokens < keys; ++part) {
+    const bool last = (part + 1) * kPartTokens >= keys;
+    kernels.attend_part(part_at(piece, part), last ? afterwards : part_at(piece, part + 1), part ? next : total,
+                        memory.scratch);
+    if (part) kernels.merge(total, next, queries, batch.pool.head_size);
   }
   kernels.finish(work, total);
 }
@@ -99,8 +103,11 @@ void AttentionCall::run() {
                                              1 + read_keys / kKeysPerThread});
   std::atomic<size_t> next{0};
   const auto work = [&](int64_t, int64_t) {
-    for (size_t index; (index = next.fetch_add(1, std::memory_order_relaxed)) < pieces.size();)
-      run_piece(pieces[index]);
+    const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+    for (size_t index = take(), following; index < pieces.size(); index = following) {
+      following = take();
+      run_piece(pieces[index], pieces[following < pieces.size() ? following : index]);
+    }
   };
   if (threads < 2) {
     work(0, 1);

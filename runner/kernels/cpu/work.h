@@ -44,7 +44,7 @@ class AttentionCall {
     Joined* joined;
   };
 
-  void run_piece(const Piece& piece) const;
+  void run_piece(const Piece& piece, const Piece& next) const;
   Partial part_of(Joined& joined, const AttentionWork& work, int64_t part) const;
 
   const Kernels& kernels;
