@@ -28,8 +28,9 @@ class KVPool:
         self._memory: mmap.mmap | None = None
         try:
             if device.is_cpu:
-                self._memory = mmap.mmap(-1, self.num_bytes)
-                # Tiles of 2 KiB lie far apart; with 4 KiB pages the gathers miss the TLB.
+                self._memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                # Tiles of 2 KiB lie far apart; with 4 KiB pages reading them misses the TLB. Shared memory, the default
+                # of mmap, would not get the large ones.
                 with contextlib.suppress(OSError, AttributeError):
                     self._memory.madvise(mmap.MADV_HUGEPAGE)
                 self.tensor = torch.frombuffer(self._memory, dtype=device.dtype).view(shape)

@@ -16,10 +16,9 @@ import torch
 from actors.messages.model import ModelDescription
 from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
-from runner.attention.paged import PagedAttention
-from runner.attention.variants import VariantAttention
 from runner.batch import Batch, BatchBuilder, Geometry
 from runner.device import Device
+from runner.kernels.registry import choose
 from runner.kv_pool import KVPool
 from runner.last_tokens import LastTokens
 from runner.model.llama import LlamaModel
@@ -53,17 +52,17 @@ class ModelRunner:
         and for a device, dtype or pool that this machine does not have room for.
         """
         self._device = Device(device, dtype, threads)
+        self._kernels = choose(self._device)
         self._random_seed, self._clock = random_seed, clock
         self._context_length = description.context_length
         self._geometry = Geometry(description.num_heads, description.num_kv_heads, description.num_layers, block_size)
         with torch.inference_mode():
             self._model: LlamaModel | TransformersModel
-            self._attention = PagedAttention
             if description.modelling == "transformers":
-                self._model, self._attention = TransformersModel(description, self._device), VariantAttention
+                self._model = TransformersModel(description, self._device)
             else:
                 source = open_weights(description, self._device)
-                self._model = LlamaModel(description, source, self._device, description.context_length)
+                self._model = LlamaModel(description, source, self._device, self._kernels, description.context_length)
         # Not in inference mode: others may write into it, such as a transfer.
         self.kv_pool = KVPool(
             self._device,
@@ -143,9 +142,8 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> torch.Tensor:
         if batch.fresh_blocks is not None:
             self.kv_pool.clear(batch.fresh_blocks)
-        attention = self._attention(self.kv_pool, self._geometry, batch)
         self._last_tokens.fill_in(batch)
-        return self._model.next_token_logits(batch.token_ids, batch.positions, attention, batch.sampling_tokens)
+        return self._model.logits_of(batch, self.kv_pool, batch.sampling_tokens)
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         """int64 [sampling rows], on the device."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from runner.attention.asked import Asked
-from runner.attention.paged import PagedAttention
-from runner.batch import DecodeGroup, PrefillRow
+from runner.attention.paged import DecodeGroup, PagedAttention, PrefillRow
+from runner.batch import Batch
+from runner.device import Device
+from runner.kv_pool import KVPool
 
 _MOST_QUERIES = 128
 
@@ -18,7 +20,11 @@ _MOST_QUERIES = 128
 class VariantAttention(PagedAttention):
     """Answers plainly where nothing else is asked. Scores of 128 queries are in memory at a time."""
 
-    def attend(
+    def __init__(self, pool: KVPool, device: Device, batch: Batch) -> None:
+        super().__init__(pool, device, batch, None)
+        self._positions = batch.positions
+
+    def answer(
         self,
         layer: int,
         query: torch.Tensor,
@@ -29,20 +35,16 @@ class VariantAttention(PagedAttention):
         tokens, heads, head_size = query.shape
         if asked is None or (asked.softcap is None and asked.window is None):
             factor = 1.0 if asked is None else asked.scale * head_size**0.5
-            return super().attend(layer, query if abs(factor - 1) < 1e-6 else query * factor, key, value)
-        batch, size = self._batch, self._geometry.block_size
-        for kind, states in enumerate((key, value)):
-            self._pool.rows[(2 * layer + kind) * size :].index_copy_(
-                0, batch.written_rows, states.reshape(-1, head_size)
-            )
+            return super().answer(layer, query if abs(factor - 1) < 1e-6 else query * factor, key, value)
+        self._store(layer, key, value)
         scaled = query * asked.scale
         out = torch.empty(tokens, heads, head_size, dtype=query.dtype, device=query.device)
-        for group in batch.decode_groups:
-            positions = batch.positions[group.start : group.end]
+        for group in self._decode_groups:
+            positions = self._positions[group.start : group.end]
             out[group.start : group.end] = self._variant_decode(
                 layer, group, scaled[group.start : group.end], positions, asked
             )
-        for row in batch.prefill_rows:
+        for row in self._prefill_rows:
             own = slice(row.start, row.end)
             out[own] = self._variant_prefill(layer, row, scaled[own], key[own], value[own], asked)
         return out.view(tokens, heads * head_size)

@@ -1,31 +1,22 @@
 """The llama family (Llama, Mistral, Qwen2, Qwen3): RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Owns the weights and the order of operations; where keys and values live is the attention's business. Query, key and
-value weights are one matrix, gate and up another. Intermediate dtypes follow HF's modeling_llama, so that float32
-agrees to rounding.
+Owns the weights and the order of operations; how an operation is computed is the kernels' business, where keys and
+values live the attention's. Query, key and value weights are one matrix, gate and up another. Intermediate dtypes
+follow HF's modeling_llama, so that float32 agrees to rounding.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from actors.messages.model import ModelDescription
+from runner.batch import Batch
 from runner.device import Device, Linear
-from runner.model.rope import RotaryEmbedding
+from runner.kernels.kernels import Attention, Kernels
+from runner.kv_pool import KVPool
+from runner.model.rope import angle_table
 from runner.weights.source import WeightSource
-
-
-class Attention(Protocol):
-    """Where one forward pass puts its keys and values and what its queries look at."""
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size] → [tokens, heads · head_size].
-
-        Key and value of every token are stored first; then each query sees its request's tokens up to itself.
-        """
 
 
 class _Layer:
@@ -53,56 +44,52 @@ class _Layer:
 
 
 class LlamaModel:
-    def __init__(self, description: ModelDescription, source: WeightSource, device: Device, max_positions: int) -> None:
+    def __init__(
+        self,
+        description: ModelDescription,
+        source: WeightSource,
+        device: Device,
+        kernels: Kernels,
+        max_positions: int,
+    ) -> None:
         """Takes every tensor out of `source`. Raises ConfigurationError when one is missing, misshapen or left over."""
-        self._description = description
+        self._description, self._kernels = description, kernels
         self._embedding = source.take("model.embed_tokens.weight")
         self._layers = [_Layer(index, description, source, device) for index in range(description.num_layers)]
         self._norm = source.take("model.norm.weight")
-        if description.tie_word_embeddings:
-            head = self._embedding
-            self._head: Linear = lambda x: F.linear(x, head)
-        else:
-            self._head = device.linear(source.take("lm_head.weight"))
+        head = self._embedding if description.tie_word_embeddings else source.take("lm_head.weight")
+        self._head = device.linear(head)
         source.finish()
-        self._rope = RotaryEmbedding(
-            description.head_size,
-            description.rope_theta,
-            description.rope_scaling,
-            max_positions,
-            device.dtype,
-            device.torch,
-        )
+        table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)
+        self.angles = table.to(device.torch, device.dtype)  # [max_positions, head_size]
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """token_ids, positions int64 [tokens] → hidden states [tokens, hidden], before the last norm."""
-        d = self._description
-        hidden = F.embedding(token_ids, self._embedding)
-        angles = self._rope.angles(positions)
+    def forward(self, token_ids: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """token_ids int64 [tokens] → hidden states [tokens, hidden], before the last norm."""
+        kernels, epsilon = self._kernels, self._description.rms_norm_eps
+        hidden, delta = F.embedding(token_ids, self._embedding), None
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(self._rms_norm(hidden, layer.attention_norm)).view(len(hidden), -1, d.head_size)
-            query_key = heads[:, : d.num_heads + d.num_kv_heads]
+            normed = kernels.add_rms_norm(hidden, delta, layer.attention_norm, epsilon)
+            qkv = layer.qkv(normed)
             if layer.query_key_norm is not None:
-                query_key = self._rms_norm(query_key, layer.query_key_norm)
-            query_key = self._rope.rotate(query_key, angles)
-            value = heads[:, d.num_heads + d.num_kv_heads :]
-            attended = attention.attend(index, query_key[:, : d.num_heads], query_key[:, d.num_heads :], value)
-            hidden = hidden + layer.output(attended)
-            gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
-        return hidden
+                self._normalise_heads(qkv, layer.query_key_norm)
+            attended = attention.attend(index, qkv)
+            normed = kernels.add_rms_norm(hidden, layer.output(attended), layer.mlp_norm, epsilon)
+            delta = layer.down(kernels.swiglu(layer.gate_up(normed)))
+        return hidden if delta is None else hidden.add_(delta)
 
-    def next_token_logits(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """`forward`, then `logits` of the packed tokens int64 `rows`."""
-        return self.logits(self.forward(token_ids, positions, attention)[rows])
+    def logits_of(self, batch: Batch, pool: KVPool, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary] of the packed tokens int64 `rows`; the pool gets the batch's keys and values."""
+        hidden = self.forward(batch.token_ids, self._kernels.attention(pool, batch, self.angles))
+        return self.logits(hidden[rows])
+
+    def _normalise_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> None:
+        """Queries and keys, in place. weight [heads + kv_heads, head_size]."""
+        heads = qkv.view(len(qkv), -1, weight.shape[-1])[:, : len(weight)]
+        wide = heads.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self._description.rms_norm_eps))
+        heads.copy_((wide * scale).to(qkv.dtype).mul_(weight))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] → float32 [rows, vocabulary]."""
-        return self._head(self._rms_norm(hidden, self._norm)).float()
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self._description.rms_norm_eps))
-        return (wide * scale).to(x.dtype).mul_(weight)
+        """hidden [rows, hidden], given away → float32 [rows, vocabulary]."""
+        normed = self._kernels.add_rms_norm(hidden, None, self._norm, self._description.rms_norm_eps)
+        return self._head(normed).float()

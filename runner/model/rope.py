@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, with the scalings kvyard knows, and the rotation.
+"""Rotary position embedding: the table of angles, with the scalings kvyard knows. The kernels do the rotation.
 
 Halves lie apart, as in HF models: dimension i turns with dimension i + head_size / 2, by an angle of
 position · theta^(-2i / head_size).
@@ -68,25 +68,7 @@ def magnitude(scaling: str) -> float:
     return float(json.loads(scaling).get("attention_factor", 1.0)) if scaling else 1.0
 
 
-class RotaryEmbedding:
-    def __init__(
-        self, head_size: int, theta: float, scaling: str, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        angles = torch.arange(max_positions).float()[:, None] * inverse_frequencies(head_size, theta, scaling)
-        self._half = head_size // 2
-        scale = magnitude(scaling)
-        self._cos = (torch.cat((angles.cos(), angles.cos()), -1) * scale).to(device, dtype)
-        self._sin = (angles.sin() * scale).to(device, dtype)
-
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos [tokens, 1, head_size], sin [tokens, 1, head_size / 2]) of positions [tokens]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-
-    def rotate(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """heads [tokens, heads, head_size] → the same, turned."""
-        cos, sin = angles
-        half = self._half
-        turned = heads * cos
-        turned[..., :half].addcmul_(heads[..., half:], sin, value=-1)
-        turned[..., half:].addcmul_(heads[..., :half], sin)
-        return turned
+def angle_table(head_size: int, theta: float, scaling: str, max_positions: int) -> torch.Tensor:
+    """float32 [max_positions, head_size]: head_size / 2 cosines of a position's angles, then their sines."""
+    angles = torch.arange(max_positions).float()[:, None] * inverse_frequencies(head_size, theta, scaling)
+    return torch.cat((angles.cos(), angles.sin()), -1) * magnitude(scaling)

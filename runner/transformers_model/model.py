@@ -12,8 +12,9 @@ import torch
 from actors.messages.model import ModelDescription
 from runner.attention.asked import Asked
 from runner.attention.variants import VariantAttention
+from runner.batch import Batch
 from runner.device import Device
-from runner.model.llama import Attention
+from runner.kv_pool import KVPool
 from runner.transformers_model.attention import answered_by
 from runner.transformers_model.loading import with_weights
 from runner.transformers_model.proof import prove
@@ -22,23 +23,24 @@ from runner.transformers_model.proof import prove
 class TransformersModel:
     def __init__(self, description: ModelDescription, device: Device) -> None:
         """Raises ConfigurationError: transformers is not installed, the weights do not fit, or it fails its proof."""
-        self._context_length = description.context_length
+        self._device, self._context_length = device, description.context_length
         self._model = with_weights(description.weights, device.dtype, device.torch)
         prove(
             description,
             device,
             self._model,
-            lambda batch, attention, rows: self.next_token_logits(batch.token_ids, batch.positions, attention, rows),
+            self.logits_of,
         )
 
-    def next_token_logits(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """token_ids, positions, rows int64 → float32 [rows, vocabulary]. `attention`: a VariantAttention."""
-        assert isinstance(attention, VariantAttention)
+    def logits_of(self, batch: Batch, pool: KVPool, rows: torch.Tensor) -> torch.Tensor:
+        """As `LlamaModel.logits_of`."""
+        attention = VariantAttention(pool, self._device, batch)
         with answered_by(_Windowless(attention, self._context_length)):
             output = self._model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
             )
         logits: torch.Tensor = output.logits[0].float()
         return logits
@@ -55,4 +57,4 @@ class _Windowless:
     ) -> torch.Tensor:
         if asked.window is not None and asked.window >= self._context_length:
             asked = msgspec.structs.replace(asked, window=None)
-        return self._attention.attend(layer, query, key, value, asked)
+        return self._attention.answer(layer, query, key, value, asked)

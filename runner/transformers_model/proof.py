@@ -18,7 +18,6 @@ from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
 from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
-from runner.attention.variants import VariantAttention
 from runner.batch import Batch, BatchBuilder, Geometry
 from runner.device import Device
 from runner.kv_pool import KVPool
@@ -32,11 +31,11 @@ _BLOCKS = ((3, 1, 5), (2,))
 # Of the largest logit. What differs for a reason differs by tenths; bfloat16 rounds to 2 ** -8 in each of many layers.
 _TOLERATED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
-Logits = Callable[[Batch, VariantAttention, torch.Tensor], torch.Tensor]
+Logits = Callable[[Batch, KVPool, torch.Tensor], torch.Tensor]
 
 
 def prove(description: ModelDescription, device: Device, model: Any, logits_of: Logits) -> None:
-    """`logits_of` a batch, its attention and rows: as the runner will ask. Raises ConfigurationError."""
+    """`logits_of` a batch, its pool and rows: as the runner will ask. Raises ConfigurationError."""
     texts = [[(7 + 5 * index + 11 * which) % description.vocab_size for index in range(length)]
              for which, length in enumerate(_LENGTHS)]  # fmt: skip
     alone = [_alone(model, device, text) for text in texts]
@@ -79,8 +78,7 @@ def _together(
     for number, ranges in enumerate(_STEPS):
         batch = builder.build(table.apply(_plan(number, texts, ranges)))
         rows = torch.arange(len(batch.token_ids), device=device.torch)
-        attention = VariantAttention(pool, Geometry(d.num_heads, d.num_kv_heads, d.num_layers, _BLOCK_SIZE), batch)
-        logits = logits_of(batch, attention, rows)
+        logits = logits_of(batch, pool, rows)
         # Rows of one token come first.
         packed = sorted(enumerate(ranges), key=lambda row: row[1][1] - row[1][0] > 1)
         used = 0

@@ -1,0 +1,356 @@
+// Attention of a few query vectors over one part of a paged context, for one dtype, written with vector.h.
+//
+// Keys are taken in chunks. A chunk is packed once for all query vectors: keys so that tokens are the lanes of a
+// vector (no sums across lanes), values so that the lanes are dimensions. Where the tier multiplies pairs of bfloat16,
+// a unit of 32 bits is such a pair: two dimensions of a key, two tokens of a value. Elsewhere it is one float32.
+//
+//      scores [queries, tokens]  = query units  x  packed keys    (4 queries x kColumns vectors in registers)
+//      weights                   = exp(scores - running maximum)
+//      values [queries, head]   += weights      x  packed values  (likewise)
+//
+// Tokens that a query may not see are never multiplied by: what lies behind the end of the context may be anything.
+#pragma once
+
+#include "kernels.h"
+#include "vector.h"
+
+namespace {
+
+using kvyard::AttentionWork;
+using kvyard::kChunkTokens;
+using kvyard::kMaxHeadSize;
+using kvyard::kMaxQueries;
+using kvyard::Part;
+using kvyard::Partial;
+
+constexpr int kChunkTiles = kChunkTokens / kLanes;
+// Vectors of one row that are summed up side by side for four queries: what the registers hold.
+constexpr int kColumns = kLanes == 16 ? 4 : 2;
+
+// A unit as it is multiplied.
+template <bool kPairs>
+struct Unit;
+
+template <>
+struct Unit<false> {
+  static constexpr int kWidth = 1;
+  static INLINE F32 multiply_add(F32 sum, U32 units, uint32_t unit) {
+    float value;
+    std::memcpy(&value, &unit, sizeof value);
+    return reinterpret_cast<F32>(units) * value + sum;
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Unit<true> {
+  static constexpr int kWidth = 2;
+  static INLINE F32 multiply_add(F32 sum, U32 units, uint32_t unit) {
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(U32{} + unit), (__m512bh)units);
+  }
+};
+#endif
+
+// Rows lie close together, as long as this head size needs them: power-of-two gaps would share few cache lines.
+struct Scratch {
+  alignas(64) uint32_t query_units[kMaxQueries * kMaxHeadSize];
+  U32 key_units[kChunkTiles * kMaxHeadSize];
+  U32 value_units[kChunkTokens * kMaxHeadSize / kLanes];
+  alignas(64) float score_rows[kMaxQueries * kChunkTokens];
+};
+
+template <class T, bool kPairs>
+struct Attention {
+  using unit = Unit<kPairs>;
+  static constexpr int kWidth = unit::kWidth;
+
+  const AttentionWork& work;
+  Scratch& scratch;
+  const int64_t size;     // of a head
+  const int64_t units;    // of a query or key, rounded up to whole vectors
+  const int64_t columns;  // vectors of a value
+
+  Attention(const AttentionWork& work, void* memory)
+      : work(work),
+        scratch(*static_cast<Scratch*>(memory)),
+        size(work.pool.head_size),
+        units((size + kWidth * kLanes - 1) / (kWidth * kLanes) * kLanes),
+        columns((size + kLanes - 1) / kLanes) {}
+
+  INLINE uint32_t* query_row(int64_t query) const { return scratch.query_units + query * units; }
+  INLINE U32* key_tile(int64_t tile) const { return scratch.key_units + tile * units; }
+  INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns; }
+  INLINE float* score_row(int64_t query) const { return scratch.score_rows + query * kChunkTokens; }
+
+  // A vector of units from consecutive elements; fewer than asked for are followed by zeros.
+  static INLINE U32 load_units(const T* from, int64_t elements) {
+    if constexpr (kPairs) {
+      return elements >= 2 * kLanes ? load_raw<U32>(from) : load_some<U32>(from, elements > 0 ? elements : 0);
+    } else {
+      return reinterpret_cast<U32>(load(from, elements > 0 ? elements : 0));
+    }
+  }
+
+  void pack_queries() const {
+    for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
+      for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
+        const T* from = static_cast<const T*>(work.query) + token * work.query_stride + head * size;
+        for (int64_t element = 0; element < size; element += kWidth * kLanes)
+          store_raw(query_row(query) + element / kWidth, load_units(from + element, size - element));
+      }
+    }
+  }
+
+  // Where the keys of a chunk lie; their values are `value_offset` behind.
+  struct Chunk {
+    const T* keys[kChunkTokens];
+    int64_t tokens, value_offset, row_bytes;
+    int64_t fetched, byte;
+
+    void locate(const AttentionWork& work, int64_t begin, int64_t end) {
+      const auto& pool = work.pool;
+      tokens = end - begin < kChunkTokens ? end - begin : kChunkTokens;
+      value_offset = pool.value_offset;
+      row_bytes = pool.head_size * static_cast<int64_t>(sizeof(T));
+      fetched = byte = 0;
+      for (int64_t token = 0; token < tokens;) {
+        const int64_t block = (begin + token) / pool.block_size, offset = (begin + token) % pool.block_size;
+        const T* row = static_cast<const T*>(pool.base) + work.block_table[block] * pool.block_stride +
+                       work.kv_head * pool.head_stride + offset * pool.head_size;
+        for (int64_t left = pool.block_size - offset; left > 0 && token < tokens; --left, ++token, row += pool.head_size)
+          keys[token] = row;
+      }
+    }
+
+    // So many cache lines of keys, and as many of values.
+    INLINE void fetch(int64_t lines) {
+      for (; lines > 0 && fetched < tokens; --lines) {
+        const char* line = reinterpret_cast<const char*>(keys[fetched]) + byte;
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(line + value_offset * static_cast<int64_t>(sizeof(T)), 0, 2);
+        byte += 64;
+        if (byte >= row_bytes) {
+          byte = 0;
+          ++fetched;
+        }
+      }
+    }
+  };
+
+  void pack_chunk(const Chunk& chunk, Chunk& next) const {
+    const T* const* keys = chunk.keys;
+    const int64_t tokens = chunk.tokens, value_offset = chunk.value_offset;
+    for (int64_t first = 0; first < tokens; first += kLanes) {
+      next.fetch(kLanes / 2);
+      for (int64_t element = 0; element < size; element += kWidth * kLanes) {
+        U32 rows[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane)
+          rows[lane] = first + lane < tokens ? load_units(keys[first + lane] + element, size - element) : U32{};
+        transpose(rows);
+        U32* to = key_tile(first / kLanes) + element / kWidth;
+        for (int lane = 0; lane < kLanes; ++lane) to[lane] = rows[lane];
+      }
+    }
+    for (int64_t token = 0; token < tokens; token += kWidth) {
+      next.fetch(1);
+      const bool alone = token + 1 == tokens;  // without a second token for its pairs
+      pack_values(keys[token] + value_offset, keys[token + (alone ? 0 : kWidth - 1)] + value_offset,
+                  alone ? 0 : ~uint32_t{0}, value_row(token / kWidth));
+    }
+  }
+
+  INLINE void pack_values(const T* first, const T* second, uint32_t keep_second, U32* to) const {
+    int64_t element = 0;
+    for (; element + kLanes <= size; element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
+    if (element < size) *to = value_units(first + element, second + element, size - element, keep_second);
+  }
+
+  static INLINE U32 value_units(const T* first, const T* second, int64_t count, uint32_t keep_second) {
+    if constexpr (kPairs) {
+      const U16 low = count == kLanes ? load_raw<U16>(first) : load_some<U16>(first, count);
+      const U16 high = count == kLanes ? load_raw<U16>(second) : load_some<U16>(second, count);
+      return zero_extend(low) | (zero_extend(high) << 16 & keep_second);
+    } else {
+      return reinterpret_cast<U32>(load(first, count));
+    }
+  }
+
+  // scores of kQueries queries from `query` on and kTiles vectors of tokens from tile `tile` on.
+  template <int kQueries, int kTiles>
+  INLINE void score(int64_t query, int64_t tile, Chunk& next) const {
+    const uint32_t* queries = query_row(query);
+    const U32* keys = key_tile(tile);
+    const int64_t stride = units, used = (size + kWidth - 1) / kWidth;
+    F32 sums[kQueries][kTiles] = {};
+    for (int64_t index = 0; index < used; ++index) {
+      if (index % 2) next.fetch(1);
+#pragma GCC unroll 4
+      for (int row = 0; row < kQueries; ++row) {
+#pragma GCC unroll 4
+        for (int column = 0; column < kTiles; ++column)
+          sums[row][column] = unit::multiply_add(sums[row][column], keys[column * stride + index],
+                                                 queries[row * stride + index]);
+      }
+    }
+    for (int row = 0; row < kQueries; ++row)
+      for (int column = 0; column < kTiles; ++column)
+        store_raw(score_row(query + row) + (tile + column) * kLanes, sums[row][column]);
+  }
+
+  template <int kQueries>
+  void score_tiles(int64_t query, int64_t tiles, Chunk& next) const {
+    int64_t tile = 0;
+    for (; tile + kColumns <= tiles; tile += kColumns) score<kQueries, kColumns>(query, tile, next);
+    for (; tile < tiles; ++tile) score<kQueries, 1>(query, tile, next);
+  }
+
+  // The query's scores become weights, zero where it does not see; the sums so far are made relative to the new maximum.
+  void weigh(int64_t query, int64_t visible, int64_t tiles, Partial partial) const {
+    float* row = score_row(query);
+    F32 scores[kChunkTiles], largest = splat(-kInfinity);
+    const int64_t seen_tiles = (visible + kLanes - 1) / kLanes;
+    for (int64_t tile = 0; tile < seen_tiles; ++tile) {
+      const F32 scaled = load_raw<F32>(row + tile * kLanes) * work.scale;
+      const int32_t left = static_cast<int32_t>(visible - tile * kLanes);
+      scores[tile] = lane_numbers() < left ? scaled : splat(-kInfinity);
+      largest = larger(largest, scores[tile]);
+    }
+    const float before = partial.maximum[query], now = __builtin_fmaxf(before, maximum(largest));
+    F32 total{};
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const F32 weights = tile < seen_tiles ? exponential(scores[tile] - now) : F32{};
+      total += weights;
+      if constexpr (kPairs) {
+        store_raw(reinterpret_cast<uint16_t*>(row) + tile * kLanes, narrow(weights));
+      } else {
+        store_raw(row + tile * kLanes, weights);
+      }
+    }
+    partial.maximum[query] = now;
+    if (now == before) {
+      partial.total[query] += sum(total);
+      return;
+    }
+    const float shrunk = exponential(splat(before - now))[0];
+    partial.total[query] = partial.total[query] * shrunk + sum(total);
+    float* values = partial.values + query * columns * kLanes;
+    for (int64_t column = 0; column < columns; ++column)
+      store_raw(values + column * kLanes, load_raw<F32>(values + column * kLanes) * shrunk);
+  }
+
+  template <int kQueries, int kVectors>
+  INLINE void add_values(int64_t query, int64_t column, int64_t rows, Partial partial, Chunk& next) const {
+    const float* weights = score_row(query);
+    const U32* packed = value_row(0) + column;
+    const int64_t stride = columns;
+    F32 sums[kQueries][kVectors];
+    float* values = partial.values + (query * columns + column) * kLanes;
+    for (int row = 0; row < kQueries; ++row)
+      for (int index = 0; index < kVectors; ++index)
+        sums[row][index] = load_raw<F32>(values + (row * stride + index) * kLanes);
+    for (int64_t token = 0; token < rows; ++token) {
+      if (token % 2) next.fetch(1);
+#pragma GCC unroll 4
+      for (int row = 0; row < kQueries; ++row) {
+        uint32_t weight;
+        std::memcpy(&weight, weights + row * kChunkTokens + token, sizeof weight);
+#pragma GCC unroll 4
+        for (int index = 0; index < kVectors; ++index)
+          sums[row][index] = unit::multiply_add(sums[row][index], packed[token * stride + index], weight);
+      }
+    }
+    for (int row = 0; row < kQueries; ++row)
+      for (int index = 0; index < kVectors; ++index)
+        store_raw(values + (row * stride + index) * kLanes, sums[row][index]);
+  }
+
+  template <int kQueries>
+  void add_all_values(int64_t query, int64_t rows, Partial partial, Chunk& next) const {
+    int64_t column = 0;
+    for (; column + kColumns <= columns; column += kColumns)
+      add_values<kQueries, kColumns>(query, column, rows, partial, next);
+    for (; column < columns; ++column) add_values<kQueries, 1>(query, column, rows, partial, next);
+  }
+
+  // Queries [query, query + kQueries) over a packed chunk that begins at `begin`.
+  template <int kQueries>
+  void attend_queries(int64_t query, int64_t begin, int64_t tokens, Partial partial, Chunk& next) const {
+    const int64_t last_token = (query + kQueries - 1) / work.num_heads;
+    int64_t most = work.first_position + last_token + 1 - begin;
+    most = most < tokens ? most : tokens;
+    const int64_t tiles = (most + kLanes - 1) / kLanes;
+    score_tiles<kQueries>(query, tiles, next);
+    for (int64_t row = query; row < query + kQueries; ++row) {
+      const int64_t visible = work.first_position + row / work.num_heads + 1 - begin;
+      weigh(row, visible < tokens ? visible : tokens, tiles, partial);
+    }
+    add_all_values<kQueries>(query, (most + kWidth - 1) / kWidth, partial, next);
+  }
+
+  void attend(int64_t begin, int64_t end, Part following, Partial partial) const {
+    const int64_t queries = int64_t{work.num_tokens} * work.num_heads;
+    std::memset(partial.values, 0, static_cast<size_t>(queries * columns * kLanes) * sizeof(float));
+    for (int64_t query = 0; query < queries; ++query) {
+      partial.maximum[query] = -kInfinity;
+      partial.total[query] = 0;
+    }
+    pack_queries();
+    Chunk chunks[2];
+    Chunk *current = &chunks[0], *next = &chunks[1];
+    current->locate(work, begin, end);
+    for (int64_t chunk = begin; chunk < end; chunk += kChunkTokens) {
+      const int64_t tokens = current->tokens;
+      if (chunk + tokens < end) {
+        next->locate(work, chunk + tokens, end);
+      } else {
+        next->locate(*following.work, following.begin, following.end);
+      }
+      pack_chunk(*current, *next);
+      // Tokens in front of the chunk see nothing of it.
+      int64_t query = chunk > work.first_position ? (chunk - work.first_position) * work.num_heads : 0;
+      for (; query + 4 <= queries; query += 4) attend_queries<4>(query, chunk, tokens, partial, *next);
+      switch (queries - query) {
+        case 3: attend_queries<3>(query, chunk, tokens, partial, *next); break;
+        case 2: attend_queries<2>(query, chunk, tokens, partial, *next); break;
+        case 1: attend_queries<1>(query, chunk, tokens, partial, *next); break;
+      }
+      next->fetch(kChunkTokens * kMaxHeadSize);  // what is left
+      Chunk* done = current;
+      current = next;
+      next = done;
+    }
+  }
+
+  static void attend_part(Part part, Part next, Partial partial, void* memory) {
+    Attention(*part.work, memory).attend(part.begin, part.end, next, partial);
+  }
+
+  static void finish(const AttentionWork& work, Partial total) {
+    const int64_t size = work.pool.head_size, width = (size + kLanes - 1) / kLanes * kLanes;
+    for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
+      for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
+        T* to = static_cast<T*>(work.out) + token * work.out_stride + head * size;
+        for (int64_t element = 0; element < size; element += kLanes)
+          store(to + element, load_raw<F32>(total.values + query * width + element) / total.total[query],
+                size - element);
+      }
+    }
+  }
+};
+
+void merge(Partial total, Partial part, int64_t queries, int64_t head_size) {
+  const int64_t width = (head_size + kLanes - 1) / kLanes * kLanes;
+  for (int64_t query = 0; query < queries; ++query) {
+    if (part.maximum[query] == -kInfinity) continue;  // it sees nothing of the part
+    const float now = __builtin_fmaxf(total.maximum[query], part.maximum[query]);
+    const float old_share = exponential(splat(total.maximum[query] - now))[0];
+    const float new_share = exponential(splat(part.maximum[query] - now))[0];
+    total.maximum[query] = now;
+    total.total[query] = total.total[query] * old_share + part.total[query] * new_share;
+    for (int64_t element = query * width; element < (query + 1) * width; element += kLanes)
+      store_raw(total.values + element, load_raw<F32>(total.values + element) * old_share +
+                                            load_raw<F32>(part.values + element) * new_share);
+  }
+}
+
+}  // namespace

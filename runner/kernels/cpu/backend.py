@@ -1,0 +1,87 @@
+"""The native CPU kernels: the library is built when it is not there yet, loaded once, and called as operators.
+
+What one step's attention needs of the batch goes to int32 tensors once; every layer hands the same ones over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
+from runner.batch import Batch
+from runner.kernels.cpu.build import built
+from runner.kernels.errors import BackendUnavailable
+from runner.kv_pool import KVPool
+from runner.store.cache import default_cache
+
+TIERS = ("avx512bf16", "avx512", "avx2", "portable")
+
+
+class NativeAttention:
+    def __init__(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> None:
+        self._pool, self._angles = pool.tensor, angles
+        self._positions, self._stored = batch.positions, batch.stored
+        self._tables, self._starts, self._contexts = map(torch.from_numpy, batch.rows.columns())
+        self._scale = pool.tensor.shape[-1] ** -0.5
+        operators = torch.ops.kvyard
+        self._rotate_and_store = operators.rotate_and_store.default
+        self._paged_attention = operators.paged_attention.default
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        self._rotate_and_store(qkv, self._angles, self._positions, self._pool, self._stored, layer)
+        attended: torch.Tensor = self._paged_attention(
+            qkv, self._pool, self._tables, self._starts, self._contexts, layer, self._scale
+        )
+        return attended
+
+
+class CpuKernels:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.kvyard_tier.restype = ctypes.c_char_p
+        library.kvyard_use_tier.restype = ctypes.c_bool
+        self._add_rms_norm = torch.ops.kvyard.add_rms_norm.default
+        self._swiglu = torch.ops.kvyard.swiglu.default
+
+    @property
+    def name(self) -> str:
+        return f"native CPU kernels, {self.tier}"
+
+    @property
+    def tier(self) -> str:
+        """Which instructions are used, one of TIERS."""
+        return str(self._library.kvyard_tier().decode())
+
+    def use_tier(self, tier: str) -> bool:
+        """For the whole process. False when this CPU does not have it."""
+        return bool(self._library.kvyard_use_tier(tier.encode()))
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        normed: torch.Tensor = self._add_rms_norm(residual, delta, weight, epsilon)
+        return normed
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        activated: torch.Tensor = self._swiglu(gate_up)
+        return activated
+
+    def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> NativeAttention:
+        return NativeAttention(pool, batch, angles)
+
+
+@cache
+def load() -> CpuKernels:
+    """Raises BackendUnavailable."""
+    path = built(default_cache())
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(
+            f"{path} cannot be loaded: {error}. Delete it; the next start builds it again"
+        ) from error
+    return CpuKernels(library)

@@ -1,0 +1,121 @@
+"""Builds the native CPU kernels with the machine's C++ compiler, once, into kvyard's cache folder.
+
+Every tier is in the library, so a cache that several machines share serves them all. The folder's name is a digest of
+sources, compiler and torch; whoever comes second waits for the first, and a library under its final name is whole.
+`python -m runner.kernels.cpu.build` builds it ahead of the first start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from actors.messages.errors import ConfigurationError
+from runner.device import available_cores
+from runner.kernels.errors import BackendUnavailable
+from runner.store.cache import appearing_folder, default_cache, locked, writable
+
+_FOLDER = Path(__file__).parent
+_LIBRARY = "kvyard_cpu.so"
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
+_TORCH_FILES = ("operators.cpp", "work.cpp")  # the only ones that see torch's headers
+_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+# Each compiles tier.cpp: the table's name and what the compiler may use.
+_TIERS = {"kPortable": ("-DKVYARD_FIRST_TIER",)}
+_X86_TIERS = {"kAvx2": ("-mavx2", "-mfma"), "kAvx512": _AVX512, "kAvx512Bf16": (*_AVX512, "-mavx512bf16")}
+_COMPILERS = ("c++", "g++", "clang++")
+_HELP = "install a C++ compiler (g++ 11 or clang 14, or newer), or name one in CXX, and start again"
+_FIRST_TORCH = (2, 10)  # the first whose stable ABI has a parallel loop
+
+logger = logging.getLogger(__name__)
+
+
+def built(cache: Path) -> Path:
+    """The library, which is built when the cache does not have it. Raises BackendUnavailable."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_TORCH:
+        raise BackendUnavailable(f"they need torch 2.10 or newer, this is {torch.__version__}")
+    compiler = _compiler()
+    final = cache / "kernels" / f"cpu-{_digest(compiler)}"
+    library = final / _LIBRARY
+    if library.exists():
+        return library
+    try:
+        with locked(cache, final.name), writable(cache):
+            if not library.exists():
+                started = time.perf_counter()
+                logger.info("building the CPU kernels, once, with %s", compiler)
+                with appearing_folder(final) as work:
+                    _build(compiler, work)
+                logger.info("built the CPU kernels in %.0f s", time.perf_counter() - started)
+    except ConfigurationError as error:
+        raise BackendUnavailable(str(error)) from error
+    return library
+
+
+def _compiler() -> str:
+    chosen = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, [chosen] if chosen else _COMPILERS)), None)
+    if found is None:
+        raise BackendUnavailable(f"no C++ compiler found{f' by CXX={chosen}' if chosen else ''}; {_HELP}")
+    return found
+
+
+def _tiers() -> dict[str, tuple[str, ...]]:
+    return _TIERS | (_X86_TIERS if platform.machine() == "x86_64" else {})
+
+
+def _digest(compiler: str) -> str:
+    """Of everything that the library comes from."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(repr((said, torch.__version__, platform.machine(), _FLAGS, _tiers())).encode())
+    for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(compiler: str, work: Path) -> None:
+    torch_folder = Path(torch.__file__).parent
+    units: dict[str, tuple[str, ...]] = {"tiers": ("tiers.cpp",)}
+    units |= {name: ("tier.cpp", f"-DKVYARD_TIER={name}", *flags) for name, flags in _tiers().items()}
+    includes = ("-isystem", str(torch_folder / "include"))
+    units |= {Path(name).stem: (name, *includes) for name in _TORCH_FILES}
+
+    def compile_unit(name: str) -> None:
+        source, *flags = units[name]
+        _run([compiler, *_FLAGS, *flags, "-c", str(_FOLDER / source), "-o", str(work / f"{name}.o")])
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        list(pool.map(compile_unit, reversed(units)))
+    objects = [str(work / f"{name}.o") for name in units]
+    _run([compiler, "-shared", *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-o", str(work / _LIBRARY)])
+    for path in objects:
+        Path(path).unlink()
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()[-1:]
+        raise BackendUnavailable(f"{' '.join(command)} failed: {lines[0] if lines else result.returncode}. {_HELP}")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        print(built(default_cache()))
+    except BackendUnavailable as error:
+        print(f"kvyard: no CPU kernels, so plain torch computes, which is slower: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

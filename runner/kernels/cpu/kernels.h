@@ -1,0 +1,78 @@
+// What one machine tier offers: plain functions over raw pointers, one row or one piece of work each. No torch here.
+//
+// tier.cpp makes a `Kernels` of every dtype and is compiled once per tier with that tier's instruction set; operators.cpp
+// chooses the tier when it is loaded and hands the work out to threads. Invariant: what a function computes for a row
+// depends on that row alone, in an order that is fixed by absolute positions, whatever else is in the batch.
+#pragma once
+
+#include <cstdint>
+
+namespace kvyard {
+
+constexpr int kMaxQueries = 64;      // query vectors (token x head) of one piece of attention work
+constexpr int kChunkTokens = 128;    // keys that are packed, scored and weighted at a time
+constexpr int kPartTokens = 512;     // context is summed up part by part, so that parts can be had by different threads
+constexpr int kMaxHeadSize = 256;
+
+// The KV pool as [blocks, kv_heads, layers, 2, block_size, head_size], seen from one layer. Strides in elements.
+struct PoolView {
+  const void* base;  // block 0, head 0, this layer, keys
+  int64_t block_stride, head_stride, value_offset;
+  int64_t block_size, head_size;
+};
+
+// Query vectors of `num_tokens` consecutive tokens and `num_heads` consecutive heads that share one KV head.
+struct AttentionWork {
+  PoolView pool;
+  const int32_t* block_table;
+  int64_t kv_head;
+  const void* query;  // of the first token and head; heads lie head_size apart
+  void* out;          // likewise
+  int64_t query_stride, out_stride;  // from token to token, in elements
+  int32_t num_tokens, num_heads;
+  int64_t first_position;  // of the first token; the token at position p sees keys 0..p
+  float scale;
+};
+
+// A running softmax over the keys seen so far: sums of weights and of weighted values, relative to the maximum.
+struct Partial {
+  float* values;   // [queries, head_size rounded up to whole vectors]
+  float* maximum;  // [queries]
+  float* total;    // [queries]
+};
+
+// Keys [begin, end) of a work's context, both of one part.
+struct Part {
+  const AttentionWork* work;
+  int64_t begin, end;
+};
+
+struct Kernels {
+  // A part into `partial`. What the same thread will probably do next is fetched into the cache meanwhile: blocks lie far
+  // apart, so the processor does not guess it. `scratch`: scratch_bytes(), 64-aligned.
+  void (*attend_part)(Part part, Part next, Partial partial, void* scratch);
+  // Joins the next part to those before it.
+  void (*merge)(Partial total, Partial part, int64_t queries, int64_t head_size);
+  // Divides by the sum of weights and writes the work's outputs.
+  void (*finish)(const AttentionWork&, Partial total);
+  // residual += delta (may be null) in place; out = residual / rms(residual) * weight.
+  void (*add_rms_norm)(void* residual, const void* delta, const void* weight, void* out, int64_t width, float epsilon);
+  // One token: its queries and keys are turned in place, keys and values also stored. `angles`: cosines, then sines.
+  // `stored`: the row of `head_size` keys of each KV head, in rows of the whole pool.
+  void (*rotate_and_store)(void* qkv, const void* angles, void* pool, const int64_t* stored, int64_t value_rows,
+                           int64_t heads, int64_t kv_heads, int64_t head_size);
+  // gate and up lie one after the other; out = silu(gate) * up.
+  void (*swiglu)(const void* gate_up, void* out, int64_t width);
+};
+
+int64_t scratch_bytes();
+
+// [0] float32, [1] bfloat16.
+extern const Kernels kPortable[2];
+#ifdef __x86_64__
+extern const Kernels kAvx2[2];
+extern const Kernels kAvx512[2];
+extern const Kernels kAvx512Bf16[2];
+#endif
+
+}  // namespace kvyard

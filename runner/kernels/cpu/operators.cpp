@@ -1,0 +1,181 @@
+// The CPU kernels as torch operators: checks what the caller hands over, cuts the work into pieces and gives them to
+// torch's threads. Written against torch's stable ABI, whose headers compile in seconds and which outlives torch versions.
+//
+// Schemas, fake implementations and the reference in plain torch are in operators.py; this file adds the CPU key.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
+#include "tiers.h"
+#include "work.h"
+
+namespace kvyard {
+namespace {
+
+using torch::stable::Tensor;
+
+// Fewer elements of a row-wise operator than this are done before a second thread would wake up.
+constexpr int64_t kElementsPerThread = 1 << 15;
+
+const Kernels& kernels_for(const Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  const bool bfloat16 = type == torch::headeronly::ScalarType::BFloat16;
+  STD_TORCH_CHECK(bfloat16 || type == torch::headeronly::ScalarType::Float, "kvyard: only float32 and bfloat16");
+  return current_tier()[bfloat16];
+}
+
+// [rows, width], rows `stride` elements apart.
+struct Rows {
+  char* data;
+  int64_t count, width, stride_bytes;
+  char* operator[](int64_t row) const { return data + row * stride_bytes; }
+};
+
+Rows rows_of(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 2 && tensor.stride(1) == 1, "kvyard: ", name, " must be [rows, width], rows dense");
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  return {static_cast<char*>(tensor.data_ptr()), tensor.size(0), tensor.size(1), tensor.stride(0) * element};
+}
+
+Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
+  const int64_t sizes[] = {rows, width}, strides[] = {width, 1};
+  int32_t dtype, device_type, device_index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(model.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(model.get(), &device_index));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, dtype, device_type, device_index, &made));
+  return Tensor(made);
+}
+
+template <class F>
+void for_each_row(int64_t rows, int64_t width, const F& work) {
+  const int64_t grain = 1 + kElementsPerThread / (width + 1);
+  if (rows <= grain) {
+    for (int64_t row = 0; row < rows; ++row) work(row);
+    return;
+  }
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) work(row);
+  });
+}
+
+Tensor add_rms_norm(Tensor residual, std::optional<Tensor> delta, Tensor weight, double epsilon) {
+  const Kernels& kernels = kernels_for(residual);
+  const Rows in = rows_of(residual, "residual");
+  STD_TORCH_CHECK(weight.dim() == 1 && weight.size(0) == in.width && weight.is_contiguous() &&
+                      weight.scalar_type() == residual.scalar_type(),
+                  "kvyard: the norm's weight does not fit");
+  std::optional<Rows> added;
+  if (delta.has_value()) {
+    added = rows_of(*delta, "delta");
+    STD_TORCH_CHECK(added->count == in.count && added->width == in.width &&
+                        delta->scalar_type() == residual.scalar_type(),
+                    "kvyard: delta does not fit");
+  }
+  Tensor result = empty_like(residual, in.count, in.width);
+  const Rows out = rows_of(result, "out");
+  const void* factors = weight.data_ptr();
+  for_each_row(in.count, in.width, [&](int64_t row) {
+    kernels.add_rms_norm(in[row], added ? (*added)[row] : nullptr, factors, out[row], in.width,
+                         static_cast<float>(epsilon));
+  });
+  return result;
+}
+
+Tensor swiglu(Tensor gate_up) {
+  const Kernels& kernels = kernels_for(gate_up);
+  const Rows in = rows_of(gate_up, "gate_up");
+  Tensor result = empty_like(gate_up, in.count, in.width / 2);
+  const Rows out = rows_of(result, "out");
+  for_each_row(in.count, in.width, [&](int64_t row) { kernels.swiglu(in[row], out[row], out.width); });
+  return result;
+}
+
+struct Pool {
+  char* data;
+  int64_t kv_heads, layers, block_size, head_size, element_size;
+};
+
+Pool pool_of(const Tensor& pool, const Tensor& like, int64_t layer) {
+  STD_TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(3) == 2,
+                  "kvyard: the pool must be [blocks, kv_heads, layers, 2, block_size, head_size], dense");
+  STD_TORCH_CHECK(pool.scalar_type() == like.scalar_type(), "kvyard: the pool is of another dtype");
+  STD_TORCH_CHECK(layer >= 0 && layer < pool.size(2), "kvyard: there is no layer ", layer);
+  STD_TORCH_CHECK(pool.size(5) <= kMaxHeadSize && pool.size(5) % 2 == 0, "kvyard: head size ", pool.size(5));
+  return {static_cast<char*>(pool.data_ptr()), pool.size(1), pool.size(2), pool.size(4), pool.size(5),
+          static_cast<int64_t>(pool.element_size())};
+}
+
+template <class T>
+const T* vector_of(const Tensor& tensor, int64_t length, torch::headeronly::ScalarType type, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == length, "kvyard: ", name,
+                  " does not fit");
+  return static_cast<const T*>(tensor.data_ptr());
+}
+
+void rotate_and_store(Tensor qkv, Tensor angles, Tensor positions, Tensor pool, Tensor stored, int64_t layer) {
+  const Kernels& kernels = kernels_for(qkv);
+  const Rows tokens = rows_of(qkv, "qkv"), table = rows_of(angles, "angles");
+  const Pool view = pool_of(pool, qkv, layer);
+  const int64_t heads = tokens.width / view.head_size - 2 * view.kv_heads;
+  STD_TORCH_CHECK(heads > 0 && tokens.width % view.head_size == 0, "kvyard: qkv does not fit the pool");
+  STD_TORCH_CHECK(table.width == view.head_size && angles.scalar_type() == qkv.scalar_type(),
+                  "kvyard: the table of angles does not fit");
+  using Type = torch::headeronly::ScalarType;
+  const auto* at = vector_of<int64_t>(positions, tokens.count, Type::Long, "positions");
+  const auto* to = vector_of<int64_t>(stored, tokens.count * view.kv_heads, Type::Long, "stored");
+  const int64_t first_row = 2 * layer * view.block_size;
+  char* keys = view.data + first_row * view.head_size * view.element_size;
+  for (int64_t token = 0; token < tokens.count; ++token)
+    STD_TORCH_CHECK(at[token] >= 0 && at[token] < table.count, "kvyard: no angle for position ", at[token]);
+  for_each_row(tokens.count, tokens.width, [&](int64_t token) {
+    kernels.rotate_and_store(tokens[token], table[at[token]], keys, to + token * view.kv_heads, view.block_size, heads,
+                             view.kv_heads, view.head_size);
+  });
+}
+
+Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor starts, Tensor contexts, int64_t layer,
+                       double scale) {
+  const Kernels& kernels = kernels_for(qkv);
+  const Rows tokens = rows_of(qkv, "qkv"), tables = rows_of(block_tables, "block_tables");
+  const Pool view = pool_of(pool, qkv, layer);
+  const int64_t heads = tokens.width / view.head_size - 2 * view.kv_heads;
+  STD_TORCH_CHECK(heads > 0 && tokens.width % view.head_size == 0 && heads % view.kv_heads == 0,
+                  "kvyard: qkv does not fit the pool");
+  using Type = torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(block_tables.scalar_type() == Type::Int, "kvyard: block tables must be int32");
+  const auto* begin = vector_of<int32_t>(starts, tables.count + 1, Type::Int, "starts");
+  const auto* before = vector_of<int32_t>(contexts, tables.count, Type::Int, "contexts");
+  Tensor result = empty_like(qkv, tokens.count, heads * view.head_size);
+  const Rows out = rows_of(result, "out");
+  const int64_t tile = view.block_size * view.head_size;
+  const PoolView seen{view.data + 2 * layer * tile * view.element_size, view.kv_heads * view.layers * 2 * tile,
+                      view.layers * 2 * tile, tile, view.block_size, view.head_size};
+  AttentionCall call(kernels, {seen, heads, heads / view.kv_heads, static_cast<float>(scale), view.element_size,
+                               tokens.data, out.data, tokens.stride_bytes, out.stride_bytes});
+  for (int64_t row = 0; row < tables.count; ++row) {
+    const int64_t count = begin[row + 1] - begin[row], end = before[row] + count;
+    STD_TORCH_CHECK(begin[row] >= 0 && count > 0 && begin[row + 1] <= tokens.count && before[row] >= 0 &&
+                        end <= tables.width * view.block_size,
+                    "kvyard: row ", row, " reaches beyond its tokens or its block table");
+    call.add_row(reinterpret_cast<const int32_t*>(tables[row]), begin[row], count, before[row]);
+  }
+  call.run();
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
+  library.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  library.impl("rotate_and_store", TORCH_BOX(&rotate_and_store));
+  library.impl("paged_attention", TORCH_BOX(&paged_attention));
+  library.impl("swiglu", TORCH_BOX(&swiglu));
+}
+
+}  // namespace kvyard

@@ -1,0 +1,54 @@
+#include "tiers.h"
+
+#include <cstring>
+
+namespace {
+
+struct Tier {
+  const char* name;
+  bool (*supported)();
+  const kvyard::Kernels* kernels;
+};
+
+#ifdef __x86_64__
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// Best first.
+const Tier kTiers[] = {
+#ifdef __x86_64__
+    {"avx512bf16", has_avx512_bf16, kvyard::kAvx512Bf16},
+    {"avx512", has_avx512, kvyard::kAvx512},
+    {"avx2", has_avx2, kvyard::kAvx2},
+#endif
+    {"portable", [] { return true; }, kvyard::kPortable},
+};
+
+const Tier* best() {
+  for (const Tier& tier : kTiers)
+    if (tier.supported()) return &tier;
+  return nullptr;
+}
+
+const Tier* current = best();
+
+}  // namespace
+
+const kvyard::Kernels* kvyard::current_tier() { return current->kernels; }
+
+const char* kvyard_tier() { return current->name; }
+
+bool kvyard_use_tier(const char* name) {
+  for (const Tier& tier : kTiers) {
+    if (std::strcmp(tier.name, name) == 0 && tier.supported()) {
+      current = &tier;
+      return true;
+    }
+  }
+  return false;
+}

@@ -1,0 +1,18 @@
+// Which tier's kernels run: the best that this CPU has, or a lower one when asked for (tests do).
+#pragma once
+
+#include "kernels.h"
+
+namespace kvyard {
+
+// [0] float32, [1] bfloat16.
+const Kernels* current_tier();
+
+}  // namespace kvyard
+
+#define KVYARD_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The current tier's name.
+KVYARD_EXPORT const char* kvyard_tier();
+// Switches to a tier of that name. False when this CPU does not have it, or nobody has.
+KVYARD_EXPORT bool kvyard_use_tier(const char* name);

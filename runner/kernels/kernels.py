@@ -1,0 +1,39 @@
+"""What the model asks of a device between its weight products: the face that every set of kernels has.
+
+A set is chosen once per process (registry.py). The model and the runner know this file only.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from runner.batch import Batch
+from runner.kv_pool import KVPool
+
+
+class Attention(Protocol):
+    """Where one forward pass puts its keys and values and what its queries look at."""
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv [tokens, (heads + 2 · kv_heads) · head_size], a product that is given away → [tokens, heads · head_size].
+
+        Queries and keys are turned by their positions; key and value of every token are stored; then each query sees
+        its request's tokens up to itself.
+        """
+
+
+class Kernels(Protocol):
+    name: str  # for people: which set this is
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """residual [tokens, hidden] += delta, in place; returns residual / rms(residual) · weight."""
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [tokens, 2 · intermediate], the gates first → silu(gate) · up [tokens, intermediate]."""
+
+    def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> Attention:
+        """For one batch. angles [positions, head_size]: cosines, then sines, see model/rope.py."""

@@ -1,0 +1,82 @@
+"""The operators as torch knows them, `torch.ops.kvyard.*`: schemas, fake implementations, and the reference for every
+device without a kernel of its own. A backend adds its kernels under its dispatch key (cpu/operators.cpp under CPU).
+
+| operator | says |
+|---|---|
+| add_rms_norm | residual += delta in place (delta may be absent); its norm times weight |
+| rotate_and_store | queries and keys of the fused product turned in place; keys and values into the pool |
+| paged_attention | each row's queries over the row's blocks, prefills and decodes in one call |
+| swiglu | silu of the first half times the second |
+
+pool [blocks, kv_heads, layers, 2, block_size, head_size]; qkv [tokens, (heads + 2 · kv_heads) · head_size]; angles
+[positions, head_size]; positions int64 [tokens]; stored int64 [tokens · kv_heads], see `Batch.stored`; block_tables
+int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], tokens
+before it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runner.kernels import reference
+
+_LIBRARY = torch.library.Library("kvyard", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _fake_add_rms_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _fake_rotate_and_store(
+    qkv: torch.Tensor,
+    angles: torch.Tensor,
+    positions: torch.Tensor,
+    pool: torch.Tensor,
+    stored: torch.Tensor,
+    layer: int,
+) -> None:
+    return None
+
+
+def _fake_paged_attention(
+    qkv: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    contexts: torch.Tensor,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pool.shape[1] * pool.shape[-1])
+
+
+def _fake_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+for _schema, _implementation, _fake in (
+    (
+        "add_rms_norm(Tensor(a!) residual, Tensor? delta, Tensor weight, float epsilon) -> Tensor",
+        reference.add_rms_norm,
+        _fake_add_rms_norm,
+    ),
+    (
+        "rotate_and_store(Tensor(a!) qkv, Tensor angles, Tensor positions, Tensor(b!) pool, Tensor stored, int layer) "
+        "-> ()",
+        reference.rotate_and_store,
+        _fake_rotate_and_store,
+    ),
+    (
+        "paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor starts, Tensor contexts, int layer, "
+        "float scale) -> Tensor",
+        reference.paged_attention,
+        _fake_paged_attention,
+    ),
+    ("swiglu(Tensor gate_up) -> Tensor", reference.swiglu, _fake_swiglu),
+):
+    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
+    _name = _schema.partition("(")[0]
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"kvyard::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,86 @@
+"""The operators in plain torch, one function each, as their schemas in operators.py say: what the native ones are
+measured against, and what runs where there is no kernel. Written to be read; works on any device and looks at no value,
+except `paged_attention`, which reads the shape of the batch.
+
+Intermediate dtypes follow HF's modeling_llama, so that float32 agrees to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def add_rms_norm(
+    residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    if delta is not None:
+        residual.add_(delta)
+    wide = residual.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(epsilon))
+    return (wide * scale).to(residual.dtype).mul_(weight)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate(heads: torch.Tensor, angles: torch.Tensor) -> None:
+    """heads [tokens, heads, head_size], in place; angles [tokens, head_size]: cosines, then sines."""
+    cos, sin = angles[:, None].chunk(2, dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    turned = first * cos
+    turned.addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(turned)
+
+
+def store(heads: torch.Tensor, pool: torch.Tensor, stored: torch.Tensor, layer: int) -> None:
+    """heads [tokens, 2 · kv_heads, head_size]: keys, then values, into the rows that `stored` says for layer 0."""
+    block_size, head_size = pool.shape[-2:]
+    for kind, states in enumerate(heads.chunk(2, dim=1)):
+        rows = pool.view(-1, head_size)[(2 * layer + kind) * block_size :]
+        rows.index_copy_(0, stored, states.reshape(-1, head_size))
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    angles: torch.Tensor,
+    positions: torch.Tensor,
+    pool: torch.Tensor,
+    stored: torch.Tensor,
+    layer: int,
+) -> None:
+    kv_heads, head_size = pool.shape[1], pool.shape[-1]
+    heads = qkv.view(len(qkv), -1, head_size)
+    rotate(heads[:, :-kv_heads], angles[positions])
+    store(heads[:, -2 * kv_heads :], pool, stored, layer)
+
+
+def paged_attention(
+    qkv: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    contexts: torch.Tensor,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """In float32 whatever the dtype."""
+    kv_heads, head_size = pool.shape[1], pool.shape[-1]
+    queries = qkv.view(len(qkv), -1, head_size)[:, : -2 * kv_heads].float()
+    group_size = queries.shape[1] // kv_heads
+    out = torch.zeros_like(queries)
+    for table, start, end, context in zip(
+        block_tables.long(), starts[:-1].tolist(), starts[1:].tolist(), contexts.tolist(), strict=True
+    ):
+        seen = context + end - start
+        # [2, kv_heads, blocks · block_size, head_size]
+        states = pool[table[: -(-seen // pool.shape[-2])], :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
+        keys, values = states[:, :, :seen].float().repeat_interleave(group_size, 1)
+        hidden = torch.ones(end - start, seen, dtype=torch.bool, device=qkv.device).triu(context + 1)
+        scores = torch.einsum("thd,hsd->hts", queries[start:end], keys) * scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[start:end] = torch.einsum("hts,hsd->thd", weights, values)
+    return out.flatten(1).to(qkv.dtype)

@@ -1,0 +1,177 @@
+"""Each native operator against plain torch, on every set of instructions that this CPU has.
+
+float32 differs by the order of sums only: a few units in the last place. bfloat16 has 8 bits: one rounding is 2^-9 of a
+value; the bounds below are two such roundings for row-wise operators, and for attention those of the weights too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runner.kernels import reference
+from tests.runner.kernels.conftest import Case, inputs
+
+OPERATORS = torch.ops.kvyard
+DTYPES = (torch.float32, torch.bfloat16)
+ROW_BOUNDS = {torch.float32: {"rtol": 2e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-8}}
+ATTENTION_BOUNDS = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6}}
+
+ATTENTION = {
+    "one-token": Case([(0, 1)]),
+    "around-a-vector": Case([(14, 1), (15, 1), (16, 1), (30, 1), (31, 1), (32, 1), (33, 1)]),
+    "around-a-chunk": Case([(126, 1), (127, 1), (128, 1), (200, 1), (255, 1), (256, 1)], group_size=1),
+    "around-a-part": Case([(510, 1), (511, 1), (512, 1), (1024, 1), (1500, 1)], kv_heads=2, group_size=4),
+    "prefill": Case([(0, 75)], kv_heads=3),
+    "prefill-over-parts": Case([(0, 530)], group_size=4),
+    "mixed": Case([(5, 1), (700, 1), (0, 2), (0, 40), (37, 23), (600, 30)], kv_heads=3),
+    "head-80": Case([(20, 1), (3, 30)], group_size=1, head_size=80),
+    "head-128": Case([(40, 1), (10, 9)], group_size=4, head_size=128),
+    "head-256": Case([(17, 1), (0, 20)], group_size=2, head_size=256),
+    "odd-head": Case([(19, 1), (2, 7)], head_size=22),
+    "small-blocks": Case([(9, 1), (130, 1), (6, 50)], kv_heads=2, block_size=4, head_size=16),
+    "blocks-of-no-vector": Case([(100, 1), (7, 50)], block_size=7),
+    "many-heads-share-one": Case([(50, 1), (9, 4)], group_size=71, head_size=32),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION.keys())
+def test_attention(case: Case, dtype: torch.dtype, tier: str) -> None:
+    """NaN everywhere outside of what a row may read: a single touch would show."""
+    given = inputs(case, dtype)
+    expected = reference.paged_attention(*given.attention(1))  # type: ignore[arg-type]
+    assert expected.isfinite().all()
+    torch.testing.assert_close(OPERATORS.paged_attention(*given.attention(1)), expected, **ATTENTION_BOUNDS[dtype])
+
+
+def test_large_scores_do_not_overflow(tier: str) -> None:
+    """exp of 20,000 would; the weights then are 1 for the largest and 0 for all others."""
+    given = inputs(Case([(200, 1), (0, 9)]), torch.float32)
+    given.qkv *= 1e4
+    expected = reference.paged_attention(*given.attention(1))  # type: ignore[arg-type]
+    torch.testing.assert_close(OPERATORS.paged_attention(*given.attention(1)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_attention_does_not_depend_on_its_company(dtype: torch.dtype, tier: str) -> None:
+    """To the bit: alone or among others, on one thread or two, whole or in chunks."""
+    rows = [(5, 1), (700, 1), (1300, 1), (0, 60), (37, 23), (600, 30)]
+    given = inputs(Case(rows, kv_heads=2), dtype)
+    together = OPERATORS.paged_attention(*given.attention(1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert torch.equal(OPERATORS.paged_attention(*given.attention(1)), together)
+    torch.set_num_threads(threads)
+    scale = 64**-0.5
+    for row, (start, end) in enumerate(zip(given.starts.tolist(), given.starts.tolist()[1:], strict=False)):
+        for first in range(start, end, 7):
+            last = min(end, first + 7)
+            part = OPERATORS.paged_attention(
+                given.qkv[first:last],
+                given.pool,
+                given.block_tables[row : row + 1],
+                torch.tensor([0, last - first], dtype=torch.int32),
+                given.contexts[row : row + 1] + (first - start),
+                1,
+                scale,
+            )
+            assert torch.equal(part, together[first:last]), (row, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([(0, 1)]),
+        Case([(9, 1), (0, 5), (30, 20)], kv_heads=3),
+        Case([(3, 9)], head_size=80, group_size=4, kv_heads=2),
+        Case([(3, 9)], head_size=22, block_size=4),
+        Case([(0, 300)], kv_heads=3),
+    ],
+    ids=str,
+)
+def test_rotation_and_storing(case: Case, dtype: torch.dtype, tier: str) -> None:
+    got, expected = inputs(case, dtype), inputs(case, dtype)
+    for given, rotate_and_store in ((got, OPERATORS.rotate_and_store), (expected, reference.rotate_and_store)):
+        rotate_and_store(given.qkv, given.angles, given.positions, given.pool, given.stored, 1)
+    # Plain torch rounds the first product, of up to 4, before it adds the second: 2^-7.
+    torch.testing.assert_close(got.qkv, expected.qkv, **ATTENTION_BOUNDS[dtype])
+    torch.testing.assert_close(got.pool, expected.pool, equal_nan=True, **ATTENTION_BOUNDS[dtype])
+    # Values are copied, not computed with.
+    untouched = inputs(case, dtype).qkv.view(len(got.qkv), -1, case.head_size)[:, -case.kv_heads :]
+    assert torch.equal(got.qkv.view(len(got.qkv), -1, case.head_size)[:, -case.kv_heads :], untouched)
+    assert torch.equal(got.pool.view(-1, case.head_size)[3 * case.block_size + got.stored], untouched.flatten(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 17), (200, 576), (2, 1), (5, 4096)], ids=str)
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_norm(with_delta: bool, shape: tuple[int, int], dtype: torch.dtype, tier: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    residual = (torch.randn(shape, generator=generator) * 3).to(dtype)
+    delta = torch.randn(shape, generator=generator).to(dtype) if with_delta else None
+    weight = torch.randn(shape[1], generator=generator).to(dtype)
+    own, other = residual.clone(), residual.clone()
+    expected = reference.add_rms_norm(other, delta, weight, 1e-5)
+    torch.testing.assert_close(OPERATORS.add_rms_norm(own, delta, weight, 1e-5), expected, **ROW_BOUNDS[dtype])
+    assert torch.equal(own, other)
+
+
+def test_norm_of_zeros_is_zero(tier: str) -> None:
+    assert not OPERATORS.add_rms_norm(torch.zeros(2, 20), None, torch.ones(20), 1e-5).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 3072), (3, 34), (100, 3072)], ids=str)
+def test_swiglu(shape: tuple[int, int], dtype: torch.dtype, tier: str) -> None:
+    gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, -88.0, 0.0]).to(dtype)
+    expected = reference.swiglu(gate_up)
+    torch.testing.assert_close(OPERATORS.swiglu(gate_up), expected, **ROW_BOUNDS[dtype])
+
+
+def test_a_nan_stays_visible(tier: str) -> None:
+    """A kernel that swallowed it would hide a broken model."""
+    gate_up = torch.ones(1, 8)
+    gate_up[0, 1] = torch.nan
+    assert OPERATORS.swiglu(gate_up).isnan().tolist() == [[False, True, False, False]]
+    for dtype in DTYPES:
+        row = torch.ones(1, 20, dtype=dtype)
+        row[0, 3] = torch.nan
+        assert OPERATORS.add_rms_norm(row, None, torch.ones(20, dtype=dtype), 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_accepts_the_operators(dtype: torch.dtype, native: object) -> None:
+    """Schemas that tell the truth about what is written to, and fakes with the shapes of the real results."""
+    given = inputs(Case([(5, 1), (0, 6)]), dtype)
+    given.pool.nan_to_num_(0.0)
+    check = torch.library.opcheck
+    check(OPERATORS.paged_attention.default, given.attention(1))
+    check(
+        OPERATORS.rotate_and_store.default,
+        (given.qkv, given.angles, given.positions, given.pool, given.stored, 1),
+    )
+    row, weight = torch.randn(3, 32).to(dtype), torch.ones(32, dtype=dtype)
+    check(OPERATORS.add_rms_norm.default, (row, row.clone(), weight, 1e-5))
+    check(OPERATORS.add_rms_norm.default, (row, None, weight, 1e-5))
+    check(OPERATORS.swiglu.default, (row,))
+
+
+def test_what_does_not_fit_is_refused(native: object) -> None:
+    given = inputs(Case([(5, 1), (0, 6)]), torch.float32)
+    qkv, pool, tables, starts, contexts, layer, scale = given.attention(1)
+    attention = OPERATORS.paged_attention
+    with pytest.raises(RuntimeError, match="row 0 reaches beyond"):
+        attention(qkv, pool, tables, starts, contexts + 16, layer, scale)
+    with pytest.raises(RuntimeError, match="there is no layer 2"):
+        attention(qkv, pool, tables, starts, contexts, 2, scale)
+    with pytest.raises(RuntimeError, match="another dtype"):
+        attention(qkv, given.pool.bfloat16(), tables, starts, contexts, layer, scale)
+    with pytest.raises(RuntimeError, match="only float32 and bfloat16"):
+        OPERATORS.swiglu(torch.ones(2, 4, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="weight does not fit"):
+        OPERATORS.add_rms_norm(torch.ones(2, 4), None, torch.ones(3), 1e-5)
+    with pytest.raises(RuntimeError, match="no angle for position 6"):
+        OPERATORS.rotate_and_store(given.qkv, given.angles[:4], given.positions + 1, given.pool, given.stored, 1)
