@@ -99,8 +99,10 @@ class StepLogReader(Iterator[Record]):
                         yield record
                         position, began, is_first = end, offset, False
                 except (zlib.error, _Damage, msgspec.DecodeError) as error:
-                    text = f"the log is damaged at this byte or within {offset + PIECE - began} bytes after it: {error}"
-                    raise DamagedStepLog(self.path, began, text) from None
+                    where = f"at this byte or within {offset + PIECE - began} bytes after it: {error}"
+                    is_whole = isinstance(error, msgspec.ValidationError)  # its checksums are right
+                    text = "a record is whole, but impossible," if is_whole else "the log is damaged"
+                    raise DamagedStepLog(self.path, began, f"{text} {where}") from None
                 del pending[:position]
                 offset += len(piece)
             if inflate.unused_data:

@@ -8,6 +8,7 @@ import tracemalloc
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from actors.messages.plan import StepResult
@@ -15,7 +16,7 @@ from actors.scheduling.records import FORMAT_VERSION, Header, Record, StepApplie
 from actors.step_log.format import MAGIC, DamagedStepLog, NotAStepLog, StepLogError, WrongVersion
 from actors.step_log.reader import read
 from actors.step_log.writer import StepLog
-from tests.actors.step_log.logs import header_of, records_of, run_at, write_run
+from tests.actors.step_log.logs import CONFIGURATION, header_of, records_of, run_at, write_run
 
 
 def outcome(path: Path) -> tuple[list[Record], StepLogError | None, bool]:
@@ -104,6 +105,15 @@ def test_two_logs_in_one_file_are_none(tmp_path: Path) -> None:
     assert isinstance(error, DamagedStepLog)
     assert "two logs in one file: another header at this byte or within 4096 bytes" in str(error)
     assert error.offset <= len(whole)
+
+
+def test_a_whole_record_with_an_impossible_value_names_the_value(tmp_path: Path) -> None:
+    none = msgspec.structs.replace(CONFIGURATION, usable_blocks=0)
+    StepLog.open(str(tmp_path / "log"), header_of(configuration=none)).close()
+    with pytest.raises(
+        DamagedStepLog, match=r"a record is whole, but impossible, .*`int` >= 1 - at `\$.*usable_blocks`"
+    ):
+        read(tmp_path / "log")
 
 
 def test_an_error_in_a_long_log_names_a_byte_near_the_damage(tmp_path: Path) -> None:
