@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from runner.batch import Batch
+from runner.device import Linear
 from runner.kv_pool import KVPool
 
 
@@ -26,6 +27,9 @@ class Attention(Protocol):
 
 class Kernels(Protocol):
     name: str  # for people: which set this is
+
+    def linear(self, weight: torch.Tensor) -> Linear:
+        """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in] is laid out once, as suits the device."""
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

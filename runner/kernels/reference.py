@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+PANEL = 16  # outputs of a packed weight matrix that lie together
+
 
 def add_rms_norm(
     residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
@@ -24,6 +26,18 @@ def add_rms_norm(
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs] → [panels, inputs / 2 · PANEL · 2]: for each pair of inputs, PANEL outputs by two inputs."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
+    return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).reshape(len(padded) // PANEL, -1)
+
+
+def packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int) -> torch.Tensor:
+    weight = panels.view(len(panels), -1, PANEL, 2).transpose(1, 2).reshape(-1, input.shape[1])
+    return F.linear(input, weight[:outputs])
 
 
 def rotate(heads: torch.Tensor, angles: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from runner.attention.paged import PagedAttention
 from runner.batch import Batch
-from runner.device import Device
+from runner.device import Device, Linear
 from runner.kernels import reference
 from runner.kv_pool import KVPool
 
@@ -16,6 +16,9 @@ class TorchKernels:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+
+    def linear(self, weight: torch.Tensor) -> Linear:
+        return self._device.linear(weight)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

@@ -18,12 +18,12 @@ from runner.weights.source import WeightSource
 
 
 class _Layer:
-    def __init__(self, index: int, source: WeightSource, device: Device) -> None:
+    def __init__(self, index: int, source: WeightSource, kernels: Kernels) -> None:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
         def together(*names: str) -> Linear:
-            return device.linear(torch.cat([source.take(f"{name}_proj.weight") for name in names]))
+            return kernels.linear(torch.cat([source.take(f"{name}_proj.weight") for name in names]))
 
         self.attention_norm = source.take(prefix + "input_layernorm.weight")
         self.qkv = together(attention + "q", attention + "k", attention + "v")
@@ -45,10 +45,10 @@ class LlamaModel:
         """Takes every tensor out of `source`. Raises ConfigurationError when one is missing, misshapen or left over."""
         self._description, self._kernels = description, kernels
         self._embedding = source.take("model.embed_tokens.weight")
-        self._layers = [_Layer(index, source, device) for index in range(description.num_layers)]
+        self._layers = [_Layer(index, source, kernels) for index in range(description.num_layers)]
         self._norm = source.take("model.norm.weight")
         head = self._embedding if description.tie_word_embeddings else source.take("lm_head.weight")
-        self._head = device.linear(head)
+        self._head = kernels.linear(head)
         source.finish()
         table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)
         self.angles = table.to(device.torch, device.dtype)  # [max_positions, head_size]

@@ -59,27 +59,26 @@ struct Scratch {
   alignas(64) float score_rows[kMaxQueries * kChunkTokens];
 };
 
-template <class T, bool kPairs>
+// kHeadSize 0: any, known at run time only.
+template <class T, bool kPairs, int kHeadSize>
 struct Attention {
   using unit = Unit<kPairs>;
   static constexpr int kWidth = unit::kWidth;
 
   const AttentionWork& work;
   Scratch& scratch;
-  const int64_t size;     // of a head
-  const int64_t units;    // of a query or key, rounded up to whole vectors
-  const int64_t columns;  // vectors of a value
 
-  Attention(const AttentionWork& work, void* memory)
-      : work(work),
-        scratch(*static_cast<Scratch*>(memory)),
-        size(work.pool.head_size),
-        units((size + kWidth * kLanes - 1) / (kWidth * kLanes) * kLanes),
-        columns((size + kLanes - 1) / kLanes) {}
+  Attention(const AttentionWork& work, void* memory) : work(work), scratch(*static_cast<Scratch*>(memory)) {}
 
-  INLINE uint32_t* query_row(int64_t query) const { return scratch.query_units + query * units; }
-  INLINE U32* key_tile(int64_t tile) const { return scratch.key_units + tile * units; }
-  INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns; }
+  INLINE int64_t size() const { return kHeadSize ? kHeadSize : work.pool.head_size; }
+  // Of a query or key, rounded up to whole vectors.
+  INLINE int64_t units() const { return (size() + kWidth * kLanes - 1) / (kWidth * kLanes) * kLanes; }
+  // Vectors of a value.
+  INLINE int64_t columns() const { return (size() + kLanes - 1) / kLanes; }
+
+  INLINE uint32_t* query_row(int64_t query) const { return scratch.query_units + query * units(); }
+  INLINE U32* key_tile(int64_t tile) const { return scratch.key_units + tile * units(); }
+  INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns(); }
   INLINE float* score_row(int64_t query) const { return scratch.score_rows + query * kChunkTokens; }
 
   // A vector of units from consecutive elements; fewer than asked for are followed by zeros.
@@ -94,9 +93,9 @@ struct Attention {
   void pack_queries() const {
     for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
       for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
-        const T* from = static_cast<const T*>(work.query) + token * work.query_stride + head * size;
-        for (int64_t element = 0; element < size; element += kWidth * kLanes)
-          store_raw(query_row(query) + element / kWidth, load_units(from + element, size - element));
+        const T* from = static_cast<const T*>(work.query) + token * work.query_stride + head * size();
+        for (int64_t element = 0; element < size(); element += kWidth * kLanes)
+          store_raw(query_row(query) + element / kWidth, load_units(from + element, size() - element));
       }
     }
   }
@@ -142,10 +141,10 @@ struct Attention {
     const int64_t tokens = chunk.tokens, value_offset = chunk.value_offset;
     for (int64_t first = 0; first < tokens; first += kLanes) {
       next.fetch(kLanes / 2);
-      for (int64_t element = 0; element < size; element += kWidth * kLanes) {
+      for (int64_t element = 0; element < size(); element += kWidth * kLanes) {
         U32 rows[kLanes];
         for (int lane = 0; lane < kLanes; ++lane)
-          rows[lane] = first + lane < tokens ? load_units(keys[first + lane] + element, size - element) : U32{};
+          rows[lane] = first + lane < tokens ? load_units(keys[first + lane] + element, size() - element) : U32{};
         transpose(rows);
         U32* to = key_tile(first / kLanes) + element / kWidth;
         for (int lane = 0; lane < kLanes; ++lane) to[lane] = rows[lane];
@@ -161,8 +160,8 @@ struct Attention {
 
   INLINE void pack_values(const T* first, const T* second, uint32_t keep_second, U32* to) const {
     int64_t element = 0;
-    for (; element + kLanes <= size; element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
-    if (element < size) *to = value_units(first + element, second + element, size - element, keep_second);
+    for (; element + kLanes <= size(); element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
+    if (element < size()) *to = value_units(first + element, second + element, size() - element, keep_second);
   }
 
   static INLINE U32 value_units(const T* first, const T* second, int64_t count, uint32_t keep_second) {
@@ -180,7 +179,7 @@ struct Attention {
   INLINE void score(int64_t query, int64_t tile, Chunk& next) const {
     const uint32_t* queries = query_row(query);
     const U32* keys = key_tile(tile);
-    const int64_t stride = units, used = (size + kWidth - 1) / kWidth;
+    const int64_t stride = units(), used = (size() + kWidth - 1) / kWidth;
     F32 sums[kQueries][kTiles] = {};
     for (int64_t index = 0; index < used; ++index) {
       if (index % 2) next.fetch(1);
@@ -233,8 +232,8 @@ struct Attention {
     }
     const float shrunk = exponential(splat(before - now))[0];
     partial.total[query] = partial.total[query] * shrunk + sum(total);
-    float* values = partial.values + query * columns * kLanes;
-    for (int64_t column = 0; column < columns; ++column)
+    float* values = partial.values + query * columns() * kLanes;
+    for (int64_t column = 0; column < columns(); ++column)
       store_raw(values + column * kLanes, load_raw<F32>(values + column * kLanes) * shrunk);
   }
 
@@ -242,9 +241,9 @@ struct Attention {
   INLINE void add_values(int64_t query, int64_t column, int64_t rows, Partial partial, Chunk& next) const {
     const float* weights = score_row(query);
     const U32* packed = value_row(0) + column;
-    const int64_t stride = columns;
+    const int64_t stride = columns();
     F32 sums[kQueries][kVectors];
-    float* values = partial.values + (query * columns + column) * kLanes;
+    float* values = partial.values + (query * columns() + column) * kLanes;
     for (int row = 0; row < kQueries; ++row)
       for (int index = 0; index < kVectors; ++index)
         sums[row][index] = load_raw<F32>(values + (row * stride + index) * kLanes);
@@ -267,9 +266,10 @@ struct Attention {
   template <int kQueries>
   void add_all_values(int64_t query, int64_t rows, Partial partial, Chunk& next) const {
     int64_t column = 0;
-    for (; column + kColumns <= columns; column += kColumns)
+    for (; column + kColumns <= columns(); column += kColumns)
       add_values<kQueries, kColumns>(query, column, rows, partial, next);
-    for (; column < columns; ++column) add_values<kQueries, 1>(query, column, rows, partial, next);
+    if (columns() % kColumns)
+      for (; column < columns(); ++column) add_values<kQueries, 1>(query, column, rows, partial, next);
   }
 
   // Queries [query, query + kQueries) over a packed chunk that begins at `begin`.
@@ -289,7 +289,7 @@ struct Attention {
 
   void attend(int64_t begin, int64_t end, Part following, Partial partial) const {
     const int64_t queries = int64_t{work.num_tokens} * work.num_heads;
-    std::memset(partial.values, 0, static_cast<size_t>(queries * columns * kLanes) * sizeof(float));
+    std::memset(partial.values, 0, static_cast<size_t>(queries * columns() * kLanes) * sizeof(float));
     for (int64_t query = 0; query < queries; ++query) {
       partial.maximum[query] = -kInfinity;
       partial.total[query] = 0;
@@ -321,22 +321,29 @@ struct Attention {
     }
   }
 
-  static void attend_part(Part part, Part next, Partial partial, void* memory) {
-    Attention(*part.work, memory).attend(part.begin, part.end, next, partial);
-  }
+};
 
-  static void finish(const AttentionWork& work, Partial total) {
-    const int64_t size = work.pool.head_size, width = (size + kLanes - 1) / kLanes * kLanes;
-    for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
-      for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
-        T* to = static_cast<T*>(work.out) + token * work.out_stride + head * size;
-        for (int64_t element = 0; element < size; element += kLanes)
-          store(to + element, load_raw<F32>(total.values + query * width + element) / total.total[query],
-                size - element);
-      }
+// The usual head sizes have loops of their own.
+template <class T, bool kPairs>
+void attend_part(Part part, Part next, Partial partial, void* memory) {
+  switch (part.work->pool.head_size) {
+    case 64: return Attention<T, kPairs, 64>(*part.work, memory).attend(part.begin, part.end, next, partial);
+    case 128: return Attention<T, kPairs, 128>(*part.work, memory).attend(part.begin, part.end, next, partial);
+    default: return Attention<T, kPairs, 0>(*part.work, memory).attend(part.begin, part.end, next, partial);
+  }
+}
+
+template <class T>
+void finish(const AttentionWork& work, Partial total) {
+  const int64_t size = work.pool.head_size, width = (size + kLanes - 1) / kLanes * kLanes;
+  for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
+    for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
+      T* to = static_cast<T*>(work.out) + token * work.out_stride + head * size;
+      for (int64_t element = 0; element < size; element += kLanes)
+        store(to + element, load_raw<F32>(total.values + query * width + element) / total.total[query], size - element);
     }
   }
-};
+}
 
 void merge(Partial total, Partial part, int64_t queries, int64_t head_size) {
   const int64_t width = (head_size + kLanes - 1) / kLanes * kLanes;

@@ -12,6 +12,7 @@ import torch
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
 from runner.batch import Batch
+from runner.device import Device, Linear
 from runner.kernels.cpu.build import built
 from runner.kernels.errors import BackendUnavailable
 from runner.kv_pool import KVPool
@@ -39,10 +40,11 @@ class NativeAttention:
 
 
 class CpuKernels:
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, device: Device) -> None:
+        self._library, self._device = library, device
         library.kvyard_tier.restype = ctypes.c_char_p
         library.kvyard_use_tier.restype = ctypes.c_bool
+        library.kvyard_multiplies.restype = ctypes.c_bool
         self._add_rms_norm = torch.ops.kvyard.add_rms_norm.default
         self._swiglu = torch.ops.kvyard.swiglu.default
 
@@ -59,6 +61,20 @@ class CpuKernels:
         """For the whole process. False when this CPU does not have it."""
         return bool(self._library.kvyard_use_tier(tier.encode()))
 
+    def linear(self, weight: torch.Tensor) -> Linear:
+        """In bfloat16 our own product where it is the faster one; a row's result then depends on the row alone."""
+        outputs, inputs = weight.shape
+        if weight.dtype is not torch.bfloat16 or inputs % 2 or not self._library.kvyard_multiplies():
+            return self._device.linear(weight)
+        panels = torch.ops.kvyard.pack_weight.default(weight)
+        multiply = torch.ops.kvyard.packed_linear.default
+
+        def packed_linear(x: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = multiply(x, panels, outputs)
+            return product
+
+        return packed_linear
+
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
@@ -73,15 +89,18 @@ class CpuKernels:
         return NativeAttention(pool, batch, angles)
 
 
-@cache
-def load() -> CpuKernels:
+def load(device: Device) -> CpuKernels:
     """Raises BackendUnavailable."""
+    return CpuKernels(_library(), device)
+
+
+@cache
+def _library() -> ctypes.CDLL:
     path = built(default_cache())
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendUnavailable(
             f"{path} cannot be loaded: {error}. Delete it; the next start builds it again"
         ) from error
-    return CpuKernels(library)

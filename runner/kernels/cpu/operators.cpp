@@ -21,6 +21,9 @@ using torch::stable::Tensor;
 // Fewer elements of a row-wise operator than this are done before a second thread would wake up.
 constexpr int64_t kElementsPerThread = 1 << 15;
 
+// Likewise of products; a thread reads their weights too.
+constexpr int64_t kMultiplicationsPerThread = 1 << 18;
+
 const Kernels& kernels_for(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
   const bool bfloat16 = type == torch::headeronly::ScalarType::BFloat16;
@@ -169,6 +172,45 @@ Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor star
   return result;
 }
 
+// weight [outputs, inputs] -> its panels, a flat tensor of the same dtype.
+Tensor pack_weight(Tensor weight) {
+  STD_TORCH_CHECK(kernels_for(weight).multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
+  const Rows in = rows_of(weight, "weight");
+  STD_TORCH_CHECK(in.width % 2 == 0, "kvyard: an odd number of inputs");
+  const int64_t pairs = in.width / 2, panels = (in.count + kPanel - 1) / kPanel;
+  Tensor result = empty_like(weight, panels, pairs * kPanel * 2);
+  auto* to = static_cast<uint32_t*>(result.data_ptr());
+  torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t lane = 0; lane < kPanel; ++lane) {
+        const int64_t output = panel * kPanel + lane;
+        const auto* from = reinterpret_cast<const uint32_t*>(output < in.count ? in[output] : nullptr);
+        for (int64_t pair = 0; pair < pairs; ++pair)
+          to[(panel * pairs + pair) * kPanel + lane] = from == nullptr ? 0 : from[pair];
+      }
+    }
+  });
+  return result;
+}
+
+Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
+  const Kernels& kernels = kernels_for(in);
+  STD_TORCH_CHECK(kernels.multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
+  const Rows from = rows_of(in, "in"), packed = rows_of(panels, "panels");
+  STD_TORCH_CHECK(packed.width == from.width * kPanel && packed.count == (outputs + kPanel - 1) / kPanel &&
+                      panels.scalar_type() == in.scalar_type() && panels.is_contiguous(),
+                  "kvyard: the packed weight does not fit");
+  Tensor result = empty_like(in, from.count, outputs);
+  const Rows to = rows_of(result, "out");
+  const ProductWork work{from.data, packed.data, to.data, from.count, from.width / 2, outputs, from.stride_bytes,
+                         to.stride_bytes};
+  const int64_t grain = 1 + kMultiplicationsPerThread / (from.count * from.width * kPanel + 1);
+  torch::stable::parallel_for(0, packed.count, grain, [&](int64_t begin, int64_t end) {
+    kernels.multiply(work, begin, end);
+  });
+  return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
@@ -176,6 +218,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
   library.impl("rotate_and_store", TORCH_BOX(&rotate_and_store));
   library.impl("paged_attention", TORCH_BOX(&paged_attention));
   library.impl("swiglu", TORCH_BOX(&swiglu));
+  library.impl("pack_weight", TORCH_BOX(&pack_weight));
+  library.impl("packed_linear", TORCH_BOX(&packed_linear));
 }
 
 }  // namespace kvyard
