@@ -139,8 +139,7 @@ class ModelRunner:
             self.kv_pool.clear(batch.fresh_blocks)
         attention = self._kernels.attention(self.kv_pool, batch, self._model.angles)
         self._last_tokens.fill_in(batch)
-        hidden = self._model.forward(batch.token_ids, attention)
-        return self._model.logits(hidden[batch.sampling_tokens])
+        return self._model.logits(self._model.forward(batch.token_ids, batch.sampling_tokens, attention))
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         """int64 [sampling rows], on the device."""

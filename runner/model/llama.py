@@ -53,18 +53,27 @@ class LlamaModel:
         table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)
         self.angles = table.to(device.torch, device.dtype)  # [max_positions, head_size]
 
-    def forward(self, token_ids: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """token_ids int64 [tokens] → hidden states [tokens, hidden], before the last norm."""
+    def forward(self, token_ids: torch.Tensor, wanted: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """token_ids int64 [tokens] → hidden states of the tokens `wanted` [wanted, hidden], before the last norm.
+
+        Every token leaves its keys and values in every layer; behind the last attention only the wanted ones go on.
+        """
         kernels, epsilon = self._kernels, self._description.rms_norm_eps
         hidden, delta = F.embedding(token_ids, self._embedding), None
         for index, layer in enumerate(self._layers):
             normed = kernels.add_rms_norm(hidden, delta, layer.attention_norm, epsilon)
             attended = attention.attend(index, layer.qkv(normed))
+            if index == len(self._layers) - 1:
+                hidden, attended = hidden[wanted], attended[wanted]
+                if not len(wanted):
+                    return hidden
             normed = kernels.add_rms_norm(hidden, layer.output(attended), layer.mlp_norm, epsilon)
             delta = layer.down(kernels.swiglu(layer.gate_up(normed)))
         return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden], given away → float32 [rows, vocabulary]."""
+        if not len(hidden):
+            return hidden.new_empty(0, self._description.vocab_size, dtype=torch.float32)
         normed = self._kernels.add_rms_norm(hidden, None, self._norm, self._description.rms_norm_eps)
         return self._head(normed).float()

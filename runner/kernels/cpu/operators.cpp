@@ -197,6 +197,7 @@ Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
   const Kernels& kernels = kernels_for(in);
   STD_TORCH_CHECK(kernels.multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
   const Rows from = rows_of(in, "in"), packed = rows_of(panels, "panels");
+  STD_TORCH_CHECK(from.count > 0, "kvyard: no rows");
   STD_TORCH_CHECK(packed.width == from.width * kPanel && packed.count == (outputs + kPanel - 1) / kPanel &&
                       panels.scalar_type() == in.scalar_type() && panels.is_contiguous(),
                   "kvyard: the packed weight does not fit");
