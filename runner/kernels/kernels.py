@@ -5,6 +5,7 @@ A set is chosen once per process (registry.py). The model and the runner know th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from runner.batch import Batch
 from runner.device import Linear
 from runner.kv_pool import KVPool
+from runner.sampling import Draw
 
 
 class Attention(Protocol):
@@ -38,6 +40,9 @@ class Kernels(Protocol):
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [tokens, 2 · intermediate], the gates first → silu(gate) · up [tokens, intermediate]."""
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """As runner/sampling.py says: logits float32 [rows, vocabulary], one draw each → int64 [rows]."""
 
     def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> Attention:
         """For one batch. angles [positions, head_size]: cosines, then sines, see model/rope.py."""

@@ -94,6 +94,7 @@ class Stopwatch:
         class Timed:
             name = kernels.name
             add_rms_norm = staticmethod(watch.timed("norms", kernels.add_rms_norm))
+            sample = staticmethod(kernels.sample)
             swiglu = staticmethod(watch.timed("SwiGLU", kernels.swiglu))
 
             def attention(self, *arguments: Any) -> Any:

@@ -6,8 +6,10 @@ What one step's attention needs of the batch goes to int32 tensors once; every l
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
@@ -16,6 +18,7 @@ from runner.device import Device, Linear
 from runner.kernels.cpu.build import built
 from runner.kernels.errors import BackendUnavailable
 from runner.kv_pool import KVPool
+from runner.sampling import Draw, keys_of
 from runner.store.cache import default_cache
 
 TIERS = ("avx512bf16", "avx512", "avx2", "portable")
@@ -46,6 +49,7 @@ class CpuKernels:
         library.kvyard_use_tier.restype = ctypes.c_bool
         library.kvyard_multiplies.restype = ctypes.c_bool
         self._add_rms_norm = torch.ops.kvyard.add_rms_norm.default
+        self._draw = torch.ops.kvyard.draw.default
         self._swiglu = torch.ops.kvyard.swiglu.default
 
     @property
@@ -84,6 +88,21 @@ class CpuKernels:
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         activated: torch.Tensor = self._swiglu(gate_up)
         return activated
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        rows, vocabulary = logits.shape
+        temperatures, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+        top_k, keys = np.full(rows, vocabulary, np.int64), np.zeros((rows, 2), np.int32)
+        drawn = [row for row, draw in enumerate(draws) if not draw.greedy]
+        for row in drawn:
+            sampling = draws[row].sampling
+            temperatures[row], top_p[row] = sampling.temperature, sampling.top_p
+            if sampling.top_k > 0:
+                top_k[row] = sampling.top_k
+        if drawn:
+            keys[drawn] = keys_of([draws[row] for row in drawn])
+        chosen: torch.Tensor = self._draw(logits, *map(torch.from_numpy, (temperatures, top_k, top_p, keys)))
+        return chosen
 
     def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> NativeAttention:
         return NativeAttention(pool, batch, angles)

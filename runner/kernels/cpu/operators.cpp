@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <vector>
 
 #include "tiers.h"
 #include "work.h"
@@ -44,15 +45,26 @@ Rows rows_of(const Tensor& tensor, const char* name) {
   return {static_cast<char*>(tensor.data_ptr()), tensor.size(0), tensor.size(1), tensor.stride(0) * element};
 }
 
-Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
-  const int64_t sizes[] = {rows, width}, strides[] = {width, 1};
-  int32_t dtype, device_type, device_index;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(model.get(), &dtype));
+Tensor empty(const Tensor& model, int64_t dimensions, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+  int32_t device_type, device_index;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(model.get(), &device_index));
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, dtype, device_type, device_index, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dimensions, sizes, strides, dtype, device_type,
+                                                         device_index, &made));
   return Tensor(made);
+}
+
+Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
+  const int64_t sizes[] = {rows, width}, strides[] = {width, 1};
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(model.get(), &dtype));
+  return empty(model, 2, sizes, strides, dtype);
+}
+
+Tensor empty_vector(const Tensor& model, int64_t length, int32_t dtype) {
+  const int64_t stride = 1;
+  return empty(model, 1, &length, &stride, dtype);
 }
 
 template <class F>
@@ -212,6 +224,27 @@ Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
   return result;
 }
 
+Tensor draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor keys) {
+  using Type = torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(logits.scalar_type() == Type::Float, "kvyard: logits must be float32");
+  const Kernels& kernels = kernels_for(logits);
+  const Rows in = rows_of(logits, "logits");
+  const auto* temperature = vector_of<float>(temperatures, in.count, Type::Float, "temperatures");
+  const auto* most_likely = vector_of<int64_t>(top_k, in.count, Type::Long, "top_k");
+  const auto* mass = vector_of<float>(top_p, in.count, Type::Float, "top_p");
+  const auto* key = vector_of<int32_t>(keys, 2 * in.count, Type::Int, "keys");
+  Tensor result = empty_vector(logits, in.count, aoti_torch_dtype_int64());
+  auto* chosen = static_cast<int64_t*>(result.data_ptr());
+  for_each_row(in.count, in.width, [&](int64_t row) {
+    static thread_local std::vector<float> scratch;
+    scratch.resize(static_cast<size_t>(2 * in.width));
+    const Draw own{temperature[row], mass[row], most_likely[row], static_cast<uint32_t>(key[2 * row]),
+                   static_cast<uint32_t>(key[2 * row + 1])};
+    chosen[row] = kernels.draw(reinterpret_cast<const float*>(in[row]), in.width, own, scratch.data());
+  });
+  return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
@@ -219,6 +252,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
   library.impl("rotate_and_store", TORCH_BOX(&rotate_and_store));
   library.impl("paged_attention", TORCH_BOX(&paged_attention));
   library.impl("swiglu", TORCH_BOX(&swiglu));
+  library.impl("draw", TORCH_BOX(&draw));
   library.impl("pack_weight", TORCH_BOX(&pack_weight));
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
 }

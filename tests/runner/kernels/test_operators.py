@@ -186,6 +186,33 @@ def test_swiglu(shape: tuple[int, int], dtype: torch.dtype, tier: str) -> None:
     torch.testing.assert_close(OPERATORS.swiglu(gate_up), expected, **ROW_BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("vocabulary", [1, 5, 16, 1003, 49_152])
+def test_draw(vocabulary: int, tier: str) -> None:
+    """Against sorting everything. Logits in steps of 0.5 are full of equals, which top-k and top-p cut through."""
+    rows = 36
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(rows, vocabulary, generator=generator) * 2).mul(2).round().div(2)
+    logits[::3] += torch.randn(len(logits[::3]), vocabulary, generator=generator)
+    temperatures = torch.tensor([0.0, 0.3, 1.0, 2.0]).repeat(9)
+    top_k = torch.tensor([vocabulary, 1, 7, 900]).clamp(max=vocabulary).repeat_interleave(9)
+    top_p = torch.tensor([1.0, 0.9, 0.5, 0.999, 1e-6, 0.01]).repeat(6)
+    keys = torch.randint(-(2**31), 2**31, (rows, 2), generator=generator).to(torch.int32)
+    arguments = logits, temperatures, top_k, top_p, keys
+    different = OPERATORS.draw(*arguments) != reference.draw(*arguments)
+    assert int(different.sum()) <= 1, different.nonzero()
+
+
+def test_draws_from_hostile_logits(tier: str) -> None:
+    """Masked tokens are never drawn; of a row without any other the first is."""
+    logits = torch.full((3, 100), -torch.inf)
+    logits[0, 70], logits[1, 99], logits[1, 3] = -5.0, 1e30, 1e30
+    columns = torch.full((3,), 1.0), torch.full((3,), 100), torch.full((3,), 0.9), torch.zeros(3, 2, dtype=torch.int32)
+    assert OPERATORS.draw(logits, *columns)[0] == 70
+    assert OPERATORS.draw(logits, *columns)[1] in (3, 99)
+    greedy = torch.zeros(3), *columns[1:]
+    assert OPERATORS.draw(logits, *greedy).tolist() == [70, 3, 0]
+
+
 def test_a_nan_stays_visible(tier: str) -> None:
     """A kernel that swallowed it would hide a broken model."""
     gate_up = torch.ones(1, 8)
@@ -212,6 +239,8 @@ def test_torch_accepts_the_operators(dtype: torch.dtype, native: CpuKernels) -> 
     check(OPERATORS.add_rms_norm.default, (row, row.clone(), weight, 1e-5))
     check(OPERATORS.add_rms_norm.default, (row, None, weight, 1e-5))
     check(OPERATORS.swiglu.default, (row,))
+    columns = torch.ones(3), torch.full((3,), 5), torch.ones(3), torch.zeros(3, 2, dtype=torch.int32)
+    check(OPERATORS.draw.default, (row.float(), *columns))
     if dtype is torch.bfloat16 and native.tier in PRODUCTS:
         check(OPERATORS.pack_weight.default, (row,))
         check(OPERATORS.packed_linear.default, (row, OPERATORS.pack_weight(torch.randn(5, 32).bfloat16()), 5))
