@@ -4,7 +4,7 @@
 // vector (no sums across lanes), values so that the lanes are dimensions. Where the tier multiplies pairs of bfloat16,
 // a unit of 32 bits is such a pair: two dimensions of a key, two tokens of a value. Elsewhere it is one float32.
 //
-//      scores [queries, tokens]  = query units  x  packed keys    (4 queries x kColumns vectors in registers)
+//      scores [queries, tokens]  = query units  x  packed keys    (6 queries x 4 vectors, or so, in registers)
 //      weights                   = exp(scores - running maximum)
 //      values [queries, head]   += weights      x  packed values  (likewise)
 //
@@ -24,8 +24,9 @@ using kvyard::Part;
 using kvyard::Partial;
 
 constexpr int kChunkTiles = kChunkTokens / kLanes;
-// Vectors of one row that are summed up side by side for four queries: what the registers hold.
-constexpr int kColumns = kLanes == 16 ? 4 : 2;
+// Sums that the registers hold: for so many queries, so many vectors side by side; for a few queries more vectors.
+constexpr int kTileQueries = kLanes == 16 ? 6 : 4, kColumns = kLanes == 16 ? 4 : 2;
+constexpr int columns_for(int queries) { return queries <= kTileQueries / 2 ? 2 * kColumns : kColumns; }
 
 // A unit as it is multiplied.
 template <bool kPairs>
@@ -34,10 +35,8 @@ struct Unit;
 template <>
 struct Unit<false> {
   static constexpr int kWidth = 1;
-  static INLINE F32 multiply_add(F32 sum, U32 units, uint32_t unit) {
-    float value;
-    std::memcpy(&value, &unit, sizeof value);
-    return reinterpret_cast<F32>(units) * value + sum;
+  static INLINE F32 multiply_add(F32 sum, U32 units, U32 other) {
+    return reinterpret_cast<F32>(units) * reinterpret_cast<F32>(other) + sum;
   }
 };
 
@@ -45,8 +44,8 @@ struct Unit<false> {
 template <>
 struct Unit<true> {
   static constexpr int kWidth = 2;
-  static INLINE F32 multiply_add(F32 sum, U32 units, uint32_t unit) {
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(U32{} + unit), (__m512bh)units);
+  static INLINE F32 multiply_add(F32 sum, U32 units, U32 other) {
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)other, (__m512bh)units);
   }
 };
 #endif
@@ -183,12 +182,14 @@ struct Attention {
     F32 sums[kQueries][kTiles] = {};
     for (int64_t index = 0; index < used; ++index) {
       if (index % 2) next.fetch(1);
-#pragma GCC unroll 4
-      for (int row = 0; row < kQueries; ++row) {
-#pragma GCC unroll 4
-        for (int column = 0; column < kTiles; ++column)
-          sums[row][column] = unit::multiply_add(sums[row][column], keys[column * stride + index],
-                                                 queries[row * stride + index]);
+      U32 own[kQueries];
+#pragma GCC unroll 6
+      for (int row = 0; row < kQueries; ++row) own[row] = U32{} + queries[row * stride + index];
+#pragma GCC unroll 8
+      for (int column = 0; column < kTiles; ++column) {
+        const U32 key = keys[column * stride + index];
+#pragma GCC unroll 6
+        for (int row = 0; row < kQueries; ++row) sums[row][column] = unit::multiply_add(sums[row][column], key, own[row]);
       }
     }
     for (int row = 0; row < kQueries; ++row)
@@ -199,7 +200,12 @@ struct Attention {
   template <int kQueries>
   void score_tiles(int64_t query, int64_t tiles, Chunk& next) const {
     int64_t tile = 0;
-    for (; tile + kColumns <= tiles; tile += kColumns) score<kQueries, kColumns>(query, tile, next);
+    constexpr int kMost = columns_for(kQueries);
+    for (; tile + kMost <= tiles; tile += kMost) score<kQueries, kMost>(query, tile, next);
+    if (kMost > kColumns && tile + kColumns <= tiles) {
+      score<kQueries, kColumns>(query, tile, next);
+      tile += kColumns;
+    }
     for (; tile < tiles; ++tile) score<kQueries, 1>(query, tile, next);
   }
 
@@ -249,13 +255,18 @@ struct Attention {
         sums[row][index] = load_raw<F32>(values + (row * stride + index) * kLanes);
     for (int64_t token = 0; token < rows; ++token) {
       if (token % 2) next.fetch(1);
-#pragma GCC unroll 4
+      U32 own[kQueries];
+#pragma GCC unroll 6
       for (int row = 0; row < kQueries; ++row) {
         uint32_t weight;
         std::memcpy(&weight, weights + row * kChunkTokens + token, sizeof weight);
-#pragma GCC unroll 4
-        for (int index = 0; index < kVectors; ++index)
-          sums[row][index] = unit::multiply_add(sums[row][index], packed[token * stride + index], weight);
+        own[row] = U32{} + weight;
+      }
+#pragma GCC unroll 8
+      for (int index = 0; index < kVectors; ++index) {
+        const U32 value = packed[token * stride + index];
+#pragma GCC unroll 6
+        for (int row = 0; row < kQueries; ++row) sums[row][index] = unit::multiply_add(sums[row][index], value, own[row]);
       }
     }
     for (int row = 0; row < kQueries; ++row)
@@ -287,6 +298,15 @@ struct Attention {
     add_all_values<kQueries>(query, (most + kWidth - 1) / kWidth, partial, next);
   }
 
+  template <int kQueries>
+  INLINE void attend_rest(int64_t queries, int64_t query, int64_t begin, int64_t tokens, Partial partial,
+                          Chunk& next) const {
+    if constexpr (kQueries > 0) {
+      if (queries == kQueries) return attend_queries<kQueries>(query, begin, tokens, partial, next);
+      attend_rest<kQueries - 1>(queries, query, begin, tokens, partial, next);
+    }
+  }
+
   void attend(int64_t begin, int64_t end, Part following, Partial partial) const {
     const int64_t queries = int64_t{work.num_tokens} * work.num_heads;
     std::memset(partial.values, 0, static_cast<size_t>(queries * columns() * kLanes) * sizeof(float));
@@ -308,19 +328,15 @@ struct Attention {
       pack_chunk(*current, *next);
       // Tokens in front of the chunk see nothing of it.
       int64_t query = chunk > work.first_position ? (chunk - work.first_position) * work.num_heads : 0;
-      for (; query + 4 <= queries; query += 4) attend_queries<4>(query, chunk, tokens, partial, *next);
-      switch (queries - query) {
-        case 3: attend_queries<3>(query, chunk, tokens, partial, *next); break;
-        case 2: attend_queries<2>(query, chunk, tokens, partial, *next); break;
-        case 1: attend_queries<1>(query, chunk, tokens, partial, *next); break;
-      }
+      for (; query + kTileQueries <= queries; query += kTileQueries)
+        attend_queries<kTileQueries>(query, chunk, tokens, partial, *next);
+      attend_rest<kTileQueries - 1>(queries - query, query, chunk, tokens, partial, *next);
       next->fetch(kChunkTokens * kMaxHeadSize);  // what is left
       Chunk* done = current;
       current = next;
       next = done;
     }
   }
-
 };
 
 // The usual head sizes have loops of their own.
