@@ -4,13 +4,14 @@
 // Schemas, fake implementations and the reference in plain torch are in operators.py; this file adds the CPU key.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
+#include "threads.h"
 #include "tiers.h"
 #include "work.h"
 
@@ -23,7 +24,9 @@ using torch::stable::Tensor;
 constexpr int64_t kElementsPerThread = 1 << 15;
 
 // Likewise of products; a thread reads their weights too.
-constexpr int64_t kMultiplicationsPerThread = 1 << 18;
+constexpr int64_t kMultiplicationsPerThread = 1 << 17;
+// A product's pieces: several for each thread, so that one that comes late finds its share, but not too small ones.
+constexpr int64_t kPiecesPerThread = 3, kPanelsPerPiece = 6;
 
 const Kernels& kernels_for(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -69,12 +72,8 @@ Tensor empty_vector(const Tensor& model, int64_t length, int32_t dtype) {
 
 template <class F>
 void for_each_row(int64_t rows, int64_t width, const F& work) {
-  const int64_t grain = 1 + kElementsPerThread / (width + 1);
-  if (rows <= grain) {
-    for (int64_t row = 0; row < rows; ++row) work(row);
-    return;
-  }
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  const int64_t pieces = std::min({rows, 2 * num_threads(), 1 + rows * width / kElementsPerThread});
+  run_ranges(rows, pieces, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) work(row);
   });
 }
@@ -192,7 +191,7 @@ Tensor pack_weight(Tensor weight) {
   const int64_t pairs = in.width / 2, panels = (in.count + kPanel - 1) / kPanel;
   Tensor result = empty_like(weight, panels, pairs * kPanel * 2);
   auto* to = static_cast<uint32_t*>(result.data_ptr());
-  torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  run_ranges(panels, std::min(panels, num_threads()), [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       for (int64_t lane = 0; lane < kPanel; ++lane) {
         const int64_t output = panel * kPanel + lane;
@@ -217,10 +216,10 @@ Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
   const Rows to = rows_of(result, "out");
   const ProductWork work{from.data, packed.data, to.data, from.count, from.width / 2, outputs, from.stride_bytes,
                          to.stride_bytes};
-  const int64_t grain = 1 + kMultiplicationsPerThread / (from.count * from.width * kPanel + 1);
-  torch::stable::parallel_for(0, packed.count, grain, [&](int64_t begin, int64_t end) {
-    kernels.multiply(work, begin, end);
-  });
+  const int64_t worth = 1 + from.count * from.width * outputs / kMultiplicationsPerThread;
+  const int64_t pieces = std::min({1 + packed.count / kPanelsPerPiece, kPiecesPerThread * num_threads(), worth});
+  run_ranges(packed.count, num_threads() > 1 ? pieces : 1,
+             [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end); });
   return result;
 }
 
