@@ -16,6 +16,7 @@ import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
 from runner.batch import Batch
 from runner.device import Device, Linear
 from runner.kernels.cpu.build import built
+from runner.kernels.cpu.large_pages import LargePages
 from runner.kernels.errors import BackendUnavailable
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, keys_of
@@ -44,7 +45,7 @@ class NativeAttention:
 
 class CpuKernels:
     def __init__(self, library: ctypes.CDLL, device: Device) -> None:
-        self._library, self._device = library, device
+        self._library, self._device, self._large_pages = library, device, LargePages()
         library.kvyard_tier.restype = ctypes.c_char_p
         library.kvyard_use_tier.restype = ctypes.c_bool
         library.kvyard_multiplies.restype = ctypes.c_bool
@@ -70,7 +71,7 @@ class CpuKernels:
         outputs, inputs = weight.shape
         if weight.dtype is not torch.bfloat16 or inputs % 2 or not self._library.kvyard_multiplies():
             return self._device.linear(weight)
-        panels = torch.ops.kvyard.pack_weight.default(weight)
+        panels = self._large_pages.copy(torch.ops.kvyard.pack_weight.default(weight))
         multiply = torch.ops.kvyard.packed_linear.default
 
         def packed_linear(x: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,8 @@ def _build(compiler: str, work: Path) -> None:
     with ThreadPoolExecutor(available_cores()) as pool:
         list(pool.map(compile_unit, reversed(units)))
     objects = [str(work / f"{name}.o") for name in units]
-    _run([compiler, "-shared", *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-pthread", "-o", str(work / _LIBRARY)])
+    libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-pthread")
+    _run([compiler, "-shared", *objects, *libraries, "-o", str(work / _LIBRARY)])
     for path in objects:
         Path(path).unlink()
 

@@ -25,7 +25,8 @@ constexpr int kBlockRows = 270;
 // Panels side by side for so many rows: up to 27 sums leave registers for weights and input.
 constexpr int most_panels(int rows) { return rows <= 6 ? 4 : rows <= 9 ? 3 : 2; }
 
-// What to fetch of the next group: as many panels as this one has, each pass its share of their pairs.
+// What to fetch of the next group, which is the same thread's as a rule: as many panels as this one has, each pass its
+// share of their pairs.
 struct Fetch {
   int64_t panel, passes, pass;
 };
@@ -87,6 +88,7 @@ void multiply_rows(const ProductWork& work, int64_t row, int64_t rows, int64_t p
 // Passes over the rows and groups of panels are as equal as can be.
 void multiply_block(const ProductWork& work, int64_t first, int64_t last) {
   const int64_t passes = work.rows <= kMostRows ? 1 : (work.rows + kRowsOfMany - 1) / kRowsOfMany;
+  const int64_t all = (work.outputs + kLanes - 1) / kLanes;
   const int64_t most_rows = (work.rows + passes - 1) / passes;
   const int64_t most = most_panels(static_cast<int>(most_rows)), groups = (last - first + most - 1) / most;
   for (int64_t group = 0; group < groups; ++group) {
@@ -94,7 +96,7 @@ void multiply_block(const ProductWork& work, int64_t first, int64_t last) {
     const int64_t panels = first + (last - first) * (group + 1) / groups - panel;
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t row = work.rows * pass / passes, rows = work.rows * (pass + 1) / passes - row;
-      multiply_rows(work, row, rows, panel, panels, {group + 1 < groups ? panel + panels : panel, passes, pass});
+      multiply_rows(work, row, rows, panel, panels, {panel + 2 * panels <= all ? panel + panels : panel, passes, pass});
     }
   }
 }
