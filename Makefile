@@ -12,6 +12,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV)/, 1.6 GB: some minutes, and pip says nothing meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m runner.kernels.cpu.build
 	touch $@
 
 up: $(VENV)/.installed

@@ -95,7 +95,7 @@ class Device:
         return event
 
     def linear(self, weight: torch.Tensor) -> Linear:
-        """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in]; the caller gives it away.
+        """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in].
 
         On a CPU bfloat16 weights are laid out once as oneDNN wants them: a third off a decode step.
         """

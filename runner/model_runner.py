@@ -23,7 +23,7 @@ from runner.kv_pool import KVPool
 from runner.last_tokens import LastTokens
 from runner.model.llama import LlamaModel
 from runner.requests import PlannedRow, RequestTable
-from runner.sampling import Draw, sample
+from runner.sampling import Draw
 from runner.step_in_progress import StepInProgress
 from runner.transformers_model.model import TransformersModel
 from runner.weights.files import open_weights
@@ -149,7 +149,7 @@ class ModelRunner:
         """int64 [sampling rows], on the device."""
         if not batch.sampling_rows:
             return batch.sampling_tokens
-        return sample(logits, [self._draw(row) for row in batch.sampling_rows], self._device)
+        return self._kernels.sample(logits, [self._draw(row) for row in batch.sampling_rows])
 
     def _draw(self, row: PlannedRow) -> Draw:
         state, seed = row.state, row.state.sampling.seed

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from actors.messages.request import SamplingParams
@@ -116,12 +117,20 @@ def _column(values: Sequence[float], device: Device) -> torch.Tensor:
 
 
 def _gumbel(token_ids: torch.Tensor, draws: Sequence[Draw], device: Device) -> torch.Tensor:
-    """float32 of token_ids' shape [rows, n]: -log E, E = -log(1 - u), u from a hash of (the draw's keys, token id).
+    return gumbel(token_ids, device.tensor(keys_of(draws)))
+
+
+def keys_of(draws: Sequence[Draw]) -> npt.NDArray[np.int32]:
+    """[rows, 2]"""
+    return np.array([draw.keys() for draw in draws], np.int64).astype(np.int32)
+
+
+def gumbel(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """float32 of token_ids' shape [rows, n]: -log E, E = -log(1 - u); u from a hash of (keys [rows, 2], token id).
 
     The hash is murmur3's finaliser with the second key added in the middle; its lower 31 bits make u, fine near 0,
     where the winners are.
     """
-    keys = device.tensor(np.array([draw.keys() for draw in draws], np.int64).astype(np.int32))
     x = token_ids ^ keys[:, :1]
     x ^= _shifted(x, 16)
     x *= -2048144789  # 0x85EBCA6B as int32

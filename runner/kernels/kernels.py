@@ -5,12 +5,15 @@ A set is chosen once per process (registry.py). The model and the runner know th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from runner.batch import Batch
+from runner.device import Linear
 from runner.kv_pool import KVPool
+from runner.sampling import Draw
 
 
 class Attention(Protocol):
@@ -27,6 +30,9 @@ class Attention(Protocol):
 class Kernels(Protocol):
     name: str  # for people: which set this is
 
+    def linear(self, weight: torch.Tensor) -> Linear:
+        """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in] is laid out once, as suits the device."""
+
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
@@ -34,6 +40,9 @@ class Kernels(Protocol):
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [tokens, 2 · intermediate], the gates first → silu(gate) · up [tokens, intermediate]."""
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """As runner/sampling.py says: logits float32 [rows, vocabulary], one draw each → int64 [rows]."""
 
     def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> Attention:
         """For one batch. angles [positions, head_size]: cosines, then sines, see model/rope.py."""

@@ -7,11 +7,15 @@ device without a kernel of its own. A backend adds its kernels under its dispatc
 | rotate_and_store | queries and keys of the fused product turned in place; keys and values into the pool |
 | paged_attention | each row's queries over the row's blocks, prefills and decodes in one call |
 | swiglu | silu of the first half times the second |
+| draw | one token of each row of float32 logits, see runner/sampling.py |
+| pack_weight | a weight matrix [outputs, inputs] in the panels that packed_linear reads |
+| packed_linear | input · weightᵀ of a packed weight matrix |
 
 pool [blocks, kv_heads, layers, 2, block_size, head_size]; qkv [tokens, (heads + 2 · kv_heads) · head_size]; angles
 [positions, head_size]; positions int64 [tokens]; stored int64 [tokens · kv_heads], see `Batch.stored`; block_tables
 int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], tokens
-before it.
+before it. temperatures float32 [rows], 0 for greedy; top_k int64, the vocabulary's size for none; top_p float32; keys
+int32 [rows, 2].
 """
 
 from __future__ import annotations
@@ -56,6 +60,20 @@ def _fake_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
+def _fake_pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty(-(-weight.shape[0] // reference.PANEL), weight.shape[1] * reference.PANEL)
+
+
+def _fake_packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int) -> torch.Tensor:
+    return input.new_empty(input.shape[0], outputs)
+
+
+def _fake_draw(
+    logits: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
 for _schema, _implementation, _fake in (
     (
         "add_rms_norm(Tensor(a!) residual, Tensor? delta, Tensor weight, float epsilon) -> Tensor",
@@ -75,6 +93,13 @@ for _schema, _implementation, _fake in (
         _fake_paged_attention,
     ),
     ("swiglu(Tensor gate_up) -> Tensor", reference.swiglu, _fake_swiglu),
+    (
+        "draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor keys) -> Tensor",
+        reference.draw,
+        _fake_draw,
+    ),
+    ("pack_weight(Tensor weight) -> Tensor", reference.pack_weight, _fake_pack_weight),
+    ("packed_linear(Tensor input, Tensor panels, int outputs) -> Tensor", reference.packed_linear, _fake_packed_linear),
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]

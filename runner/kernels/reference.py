@@ -1,6 +1,6 @@
 """The operators in plain torch, one function each, as their schemas in operators.py say: what the native ones are
 measured against, and what runs where there is no kernel. Written to be read; works on any device and looks at no value,
-except `paged_attention`, which reads the shape of the batch.
+except `paged_attention` and `draw`, which read the batch's shape and how to draw.
 
 Intermediate dtypes follow HF's modeling_llama, so that float32 agrees to rounding.
 """
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from runner.sampling import gumbel
+
+PANEL = 16  # outputs of a packed weight matrix that lie together
 
 
 def add_rms_norm(
@@ -24,6 +28,39 @@ def add_rms_norm(
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs] → [panels, inputs / 2 · PANEL · 2]: for each pair of inputs, PANEL outputs by two inputs."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
+    return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).reshape(len(padded) // PANEL, -1)
+
+
+def packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int) -> torch.Tensor:
+    weight = panels.view(len(panels), -1, PANEL, 2).transpose(1, 2).reshape(-1, input.shape[1])
+    return F.linear(input, weight[:outputs])
+
+
+def draw(
+    logits: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """Row by row, by sorting everything."""
+    chosen = []
+    for row, temperature in enumerate(temperatures.tolist()):
+        values, tokens = logits[row].sort(descending=True, stable=True)
+        if temperature <= 0:
+            chosen.append(int(tokens[0]))
+            continue
+        scaled = (values / temperature)[: int(top_k[row])]
+        probabilities = scaled.double().softmax(-1)
+        stays = probabilities.cumsum(-1) - probabilities < float(top_p[row])
+        if float(top_p[row]) >= 1:
+            stays[:] = True
+        stays[0] = True
+        race = scaled + gumbel(tokens[None, : len(scaled)].to(torch.int32), keys[row : row + 1])[0]
+        chosen.append(int(tokens[race.masked_fill(~stays, -torch.inf).argmax()]))
+    return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
 
 
 def rotate(heads: torch.Tensor, angles: torch.Tensor) -> None:

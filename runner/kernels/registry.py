@@ -1,7 +1,7 @@
 """Which kernels a device gets: those of its backend, or plain torch where there is no backend or it cannot be had.
 
-A backend is a folder with a module `backend` that offers `load() -> Kernels` and raises BackendUnavailable with what
-would help; to add one for another device is to add its folder and a line here.
+A backend is a folder with a module `backend` that offers `load(device) -> Kernels` and raises BackendUnavailable with
+what would help; to add one for another device is to add its folder and a line here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def choose(device: Device) -> Kernels:
     if backend is None or wanted == "torch":
         return TorchKernels(device)
     try:
-        kernels: Kernels = importlib.import_module(backend).load()
+        kernels: Kernels = importlib.import_module(backend).load(device)
     except BackendUnavailable as error:
         logger.warning("no %s kernels, so plain torch computes, which is slower: %s", device.torch.type, error)
         return TorchKernels(device)

@@ -20,12 +20,12 @@ from runner.weights.source import WeightSource
 
 
 class _Layer:
-    def __init__(self, index: int, description: ModelDescription, source: WeightSource, device: Device) -> None:
+    def __init__(self, index: int, description: ModelDescription, source: WeightSource, kernels: Kernels) -> None:
         d, prefix = description, f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
         def together(*names: str, bias: bool) -> Linear:
-            product = device.linear(torch.cat([source.take(f"{name}_proj.weight") for name in names]))
+            product = kernels.linear(torch.cat([source.take(f"{name}_proj.weight") for name in names]))
             if not bias:
                 return product
             added = torch.cat([source.take(f"{name}_proj.bias") for name in names])
@@ -55,16 +55,19 @@ class LlamaModel:
         """Takes every tensor out of `source`. Raises ConfigurationError when one is missing, misshapen or left over."""
         self._description, self._kernels = description, kernels
         self._embedding = source.take("model.embed_tokens.weight")
-        self._layers = [_Layer(index, description, source, device) for index in range(description.num_layers)]
+        self._layers = [_Layer(index, description, source, kernels) for index in range(description.num_layers)]
         self._norm = source.take("model.norm.weight")
         head = self._embedding if description.tie_word_embeddings else source.take("lm_head.weight")
-        self._head = device.linear(head)
+        self._head = kernels.linear(head)
         source.finish()
         table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)
         self.angles = table.to(device.torch, device.dtype)  # [max_positions, head_size]
 
-    def forward(self, token_ids: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """token_ids int64 [tokens] → hidden states [tokens, hidden], before the last norm."""
+    def forward(self, token_ids: torch.Tensor, wanted: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """token_ids int64 [tokens] → hidden states of the tokens `wanted` [wanted, hidden], before the last norm.
+
+        Every token leaves its keys and values in every layer; behind the last attention only the wanted ones go on.
+        """
         kernels, epsilon = self._kernels, self._description.rms_norm_eps
         hidden, delta = F.embedding(token_ids, self._embedding), None
         for index, layer in enumerate(self._layers):
@@ -73,14 +76,18 @@ class LlamaModel:
             if layer.query_key_norm is not None:
                 self._normalise_heads(qkv, layer.query_key_norm)
             attended = attention.attend(index, qkv)
+            if index == len(self._layers) - 1:
+                hidden, attended = hidden[wanted], attended[wanted]
+                if not len(wanted):
+                    return hidden
             normed = kernels.add_rms_norm(hidden, layer.output(attended), layer.mlp_norm, epsilon)
             delta = layer.down(kernels.swiglu(layer.gate_up(normed)))
         return hidden if delta is None else hidden.add_(delta)
 
     def logits_of(self, batch: Batch, pool: KVPool, rows: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary] of the packed tokens int64 `rows`; the pool gets the batch's keys and values."""
-        hidden = self.forward(batch.token_ids, self._kernels.attention(pool, batch, self.angles))
-        return self.logits(hidden[rows])
+        attention = self._kernels.attention(pool, batch, self.angles)
+        return self.logits(self.forward(batch.token_ids, rows, attention))
 
     def _normalise_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> None:
         """Queries and keys, in place. weight [heads + kv_heads, head_size]."""
@@ -91,5 +98,7 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden], given away → float32 [rows, vocabulary]."""
+        if not len(hidden):
+            return hidden.new_empty(0, self._description.vocab_size, dtype=torch.float32)
         normed = self._kernels.add_rms_norm(hidden, None, self._norm, self._description.rms_norm_eps)
         return self._head(normed).float()

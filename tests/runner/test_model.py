@@ -69,8 +69,17 @@ def logits(runner: ModelRunner, prompt: list[int], ends: list[int], table: list[
     return found
 
 
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The machine's own kernels, and plain torch."""
+    monkeypatch.setenv("KVYARD_KERNELS", request.param)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_logits_equal_transformers(settings: dict[str, Any], tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_logits_equal_transformers(
+    settings: dict[str, Any], kernels: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     model, folder = tiny_model(**settings)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == ("max_shard_size" in settings)
     runner = make_runner(folder, tmp_path)
@@ -83,7 +92,9 @@ def test_logits_equal_transformers(settings: dict[str, Any], tiny_model: TinyMod
         torch.testing.assert_close(got, expected[end - 1], atol=2e-4, rtol=1e-4)
 
 
-def test_keys_and_values_lie_in_the_pool_as_the_layout_says(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_keys_and_values_lie_in_the_pool_as_the_layout_says(
+    kernels: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """[block, kv head, layer, key or value, token in block, dimension]; keys are turned already, as HF caches them."""
     model, folder = tiny_model()
     runner, table = make_runner(folder, tmp_path), [9, 3, 30, 4, 21, 7]
@@ -116,7 +127,9 @@ def test_the_pool_is_one_aligned_span(tiny_model: TinyModel, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_lay_in_a_block_before_does_not_matter(dtype: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_what_lay_in_a_block_before_does_not_matter(
+    dtype: str, kernels: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """Freed blocks may hold anything, such as a corrupted transfer's NaN."""
     runner = make_runner(tiny_model(tie_word_embeddings=False)[1], tmp_path, dtype)
     harness = Harness(runner, 40, 16)

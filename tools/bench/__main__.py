@@ -7,7 +7,7 @@ import sys
 
 import click
 
-PARTS = ("transfer", "step_log", "idle", "interference", "serving", "peers")
+PARTS = ("step_profile", "transfer", "step_log", "idle", "interference", "serving", "peers")
 
 
 @click.command()

@@ -1,7 +1,8 @@
-"""`python -m tools.bench.step_profile`: where the time of one step goes, stage by stage, beside the floor of each stage.
+"""`python -m tools.bench.step_profile`: where the time of one step goes, stage by stage, beside each stage's floor.
 
-The floor is what this machine could do at best in the same run: bytes over the measured bandwidth, or operations over the
-measured rate of products, whichever takes longer. Last line: the step over its weight products and one read of its KV.
+The floor is what this machine could do at best in the same run: bytes over the measured bandwidth, or operations over
+the measured rate of products, whichever takes longer. Last line: the step over its weight products and one read of its
+KV.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Stopwatch:
         class Timed:
             name = kernels.name
             add_rms_norm = staticmethod(watch.timed("norms", kernels.add_rms_norm))
+            sample = staticmethod(kernels.sample)
             swiglu = staticmethod(watch.timed("SwiGLU", kernels.swiglu))
 
             def attention(self, *arguments: Any) -> Any:
@@ -117,7 +119,8 @@ def _best_of(times: int, work: Callable[[], object]) -> float:
 def measure_machine(device: Device) -> Machine:
     """The best of several: a floor is what the machine can do, not what it does beside its neighbours."""
     memory = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
-    product = device.linear(torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=device.dtype))
+    weight = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=device.dtype)
+    product = device.linear(weight)
     left = torch.ones(1024, _PRODUCT_SIZE, dtype=device.dtype)
     with torch.inference_mode():
         read = _best_of(8, memory.sum)

@@ -4,7 +4,7 @@
 // vector (no sums across lanes), values so that the lanes are dimensions. Where the tier multiplies pairs of bfloat16,
 // a unit of 32 bits is such a pair: two dimensions of a key, two tokens of a value. Elsewhere it is one float32.
 //
-//      scores [queries, tokens]  = query units  x  packed keys    (4 queries x kColumns vectors in registers)
+//      scores [queries, tokens]  = query units  x  packed keys    (6 queries x 4 vectors, or so, in registers)
 //      weights                   = exp(scores - running maximum)
 //      values [queries, head]   += weights      x  packed values  (likewise)
 //
@@ -24,8 +24,9 @@ using kvyard::Part;
 using kvyard::Partial;
 
 constexpr int kChunkTiles = kChunkTokens / kLanes;
-// Vectors of one row that are summed up side by side for four queries: what the registers hold.
-constexpr int kColumns = kLanes == 16 ? 4 : 2;
+// Sums that the registers hold: for so many queries, so many vectors side by side; for a few queries more vectors.
+constexpr int kTileQueries = kLanes == 16 ? 6 : 4, kColumns = kLanes == 16 ? 4 : 2;
+constexpr int columns_for(int queries) { return queries <= kTileQueries / 2 ? 2 * kColumns : kColumns; }
 
 // A unit as it is multiplied.
 template <bool kPairs>
@@ -34,10 +35,8 @@ struct Unit;
 template <>
 struct Unit<false> {
   static constexpr int kWidth = 1;
-  static INLINE F32 multiply_add(F32 sum, U32 units, uint32_t unit) {
-    float value;
-    std::memcpy(&value, &unit, sizeof value);
-    return reinterpret_cast<F32>(units) * value + sum;
+  static INLINE F32 multiply_add(F32 sum, U32 units, U32 other) {
+    return reinterpret_cast<F32>(units) * reinterpret_cast<F32>(other) + sum;
   }
 };
 
@@ -45,8 +44,8 @@ struct Unit<false> {
 template <>
 struct Unit<true> {
   static constexpr int kWidth = 2;
-  static INLINE F32 multiply_add(F32 sum, U32 units, uint32_t unit) {
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(U32{} + unit), (__m512bh)units);
+  static INLINE F32 multiply_add(F32 sum, U32 units, U32 other) {
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)other, (__m512bh)units);
   }
 };
 #endif
@@ -59,27 +58,26 @@ struct Scratch {
   alignas(64) float score_rows[kMaxQueries * kChunkTokens];
 };
 
-template <class T, bool kPairs>
+// kHeadSize 0: any, known at run time only.
+template <class T, bool kPairs, int kHeadSize>
 struct Attention {
   using unit = Unit<kPairs>;
   static constexpr int kWidth = unit::kWidth;
 
   const AttentionWork& work;
   Scratch& scratch;
-  const int64_t size;     // of a head
-  const int64_t units;    // of a query or key, rounded up to whole vectors
-  const int64_t columns;  // vectors of a value
 
-  Attention(const AttentionWork& work, void* memory)
-      : work(work),
-        scratch(*static_cast<Scratch*>(memory)),
-        size(work.pool.head_size),
-        units((size + kWidth * kLanes - 1) / (kWidth * kLanes) * kLanes),
-        columns((size + kLanes - 1) / kLanes) {}
+  Attention(const AttentionWork& work, void* memory) : work(work), scratch(*static_cast<Scratch*>(memory)) {}
 
-  INLINE uint32_t* query_row(int64_t query) const { return scratch.query_units + query * units; }
-  INLINE U32* key_tile(int64_t tile) const { return scratch.key_units + tile * units; }
-  INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns; }
+  INLINE int64_t size() const { return kHeadSize ? kHeadSize : work.pool.head_size; }
+  // Of a query or key, rounded up to whole vectors.
+  INLINE int64_t units() const { return (size() + kWidth * kLanes - 1) / (kWidth * kLanes) * kLanes; }
+  // Vectors of a value.
+  INLINE int64_t columns() const { return (size() + kLanes - 1) / kLanes; }
+
+  INLINE uint32_t* query_row(int64_t query) const { return scratch.query_units + query * units(); }
+  INLINE U32* key_tile(int64_t tile) const { return scratch.key_units + tile * units(); }
+  INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns(); }
   INLINE float* score_row(int64_t query) const { return scratch.score_rows + query * kChunkTokens; }
 
   // A vector of units from consecutive elements; fewer than asked for are followed by zeros.
@@ -94,9 +92,9 @@ struct Attention {
   void pack_queries() const {
     for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
       for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
-        const T* from = static_cast<const T*>(work.query) + token * work.query_stride + head * size;
-        for (int64_t element = 0; element < size; element += kWidth * kLanes)
-          store_raw(query_row(query) + element / kWidth, load_units(from + element, size - element));
+        const T* from = static_cast<const T*>(work.query) + token * work.query_stride + head * size();
+        for (int64_t element = 0; element < size(); element += kWidth * kLanes)
+          store_raw(query_row(query) + element / kWidth, load_units(from + element, size() - element));
       }
     }
   }
@@ -142,10 +140,10 @@ struct Attention {
     const int64_t tokens = chunk.tokens, value_offset = chunk.value_offset;
     for (int64_t first = 0; first < tokens; first += kLanes) {
       next.fetch(kLanes / 2);
-      for (int64_t element = 0; element < size; element += kWidth * kLanes) {
+      for (int64_t element = 0; element < size(); element += kWidth * kLanes) {
         U32 rows[kLanes];
         for (int lane = 0; lane < kLanes; ++lane)
-          rows[lane] = first + lane < tokens ? load_units(keys[first + lane] + element, size - element) : U32{};
+          rows[lane] = first + lane < tokens ? load_units(keys[first + lane] + element, size() - element) : U32{};
         transpose(rows);
         U32* to = key_tile(first / kLanes) + element / kWidth;
         for (int lane = 0; lane < kLanes; ++lane) to[lane] = rows[lane];
@@ -161,8 +159,8 @@ struct Attention {
 
   INLINE void pack_values(const T* first, const T* second, uint32_t keep_second, U32* to) const {
     int64_t element = 0;
-    for (; element + kLanes <= size; element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
-    if (element < size) *to = value_units(first + element, second + element, size - element, keep_second);
+    for (; element + kLanes <= size(); element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
+    if (element < size()) *to = value_units(first + element, second + element, size() - element, keep_second);
   }
 
   static INLINE U32 value_units(const T* first, const T* second, int64_t count, uint32_t keep_second) {
@@ -180,16 +178,18 @@ struct Attention {
   INLINE void score(int64_t query, int64_t tile, Chunk& next) const {
     const uint32_t* queries = query_row(query);
     const U32* keys = key_tile(tile);
-    const int64_t stride = units, used = (size + kWidth - 1) / kWidth;
+    const int64_t stride = units(), used = (size() + kWidth - 1) / kWidth;
     F32 sums[kQueries][kTiles] = {};
     for (int64_t index = 0; index < used; ++index) {
       if (index % 2) next.fetch(1);
-#pragma GCC unroll 4
-      for (int row = 0; row < kQueries; ++row) {
-#pragma GCC unroll 4
-        for (int column = 0; column < kTiles; ++column)
-          sums[row][column] = unit::multiply_add(sums[row][column], keys[column * stride + index],
-                                                 queries[row * stride + index]);
+      U32 own[kQueries];
+#pragma GCC unroll 6
+      for (int row = 0; row < kQueries; ++row) own[row] = U32{} + queries[row * stride + index];
+#pragma GCC unroll 8
+      for (int column = 0; column < kTiles; ++column) {
+        const U32 key = keys[column * stride + index];
+#pragma GCC unroll 6
+        for (int row = 0; row < kQueries; ++row) sums[row][column] = unit::multiply_add(sums[row][column], key, own[row]);
       }
     }
     for (int row = 0; row < kQueries; ++row)
@@ -200,7 +200,12 @@ struct Attention {
   template <int kQueries>
   void score_tiles(int64_t query, int64_t tiles, Chunk& next) const {
     int64_t tile = 0;
-    for (; tile + kColumns <= tiles; tile += kColumns) score<kQueries, kColumns>(query, tile, next);
+    constexpr int kMost = columns_for(kQueries);
+    for (; tile + kMost <= tiles; tile += kMost) score<kQueries, kMost>(query, tile, next);
+    if (kMost > kColumns && tile + kColumns <= tiles) {
+      score<kQueries, kColumns>(query, tile, next);
+      tile += kColumns;
+    }
     for (; tile < tiles; ++tile) score<kQueries, 1>(query, tile, next);
   }
 
@@ -233,8 +238,8 @@ struct Attention {
     }
     const float shrunk = exponential(splat(before - now))[0];
     partial.total[query] = partial.total[query] * shrunk + sum(total);
-    float* values = partial.values + query * columns * kLanes;
-    for (int64_t column = 0; column < columns; ++column)
+    float* values = partial.values + query * columns() * kLanes;
+    for (int64_t column = 0; column < columns(); ++column)
       store_raw(values + column * kLanes, load_raw<F32>(values + column * kLanes) * shrunk);
   }
 
@@ -242,21 +247,26 @@ struct Attention {
   INLINE void add_values(int64_t query, int64_t column, int64_t rows, Partial partial, Chunk& next) const {
     const float* weights = score_row(query);
     const U32* packed = value_row(0) + column;
-    const int64_t stride = columns;
+    const int64_t stride = columns();
     F32 sums[kQueries][kVectors];
-    float* values = partial.values + (query * columns + column) * kLanes;
+    float* values = partial.values + (query * columns() + column) * kLanes;
     for (int row = 0; row < kQueries; ++row)
       for (int index = 0; index < kVectors; ++index)
         sums[row][index] = load_raw<F32>(values + (row * stride + index) * kLanes);
     for (int64_t token = 0; token < rows; ++token) {
       if (token % 2) next.fetch(1);
-#pragma GCC unroll 4
+      U32 own[kQueries];
+#pragma GCC unroll 6
       for (int row = 0; row < kQueries; ++row) {
         uint32_t weight;
         std::memcpy(&weight, weights + row * kChunkTokens + token, sizeof weight);
-#pragma GCC unroll 4
-        for (int index = 0; index < kVectors; ++index)
-          sums[row][index] = unit::multiply_add(sums[row][index], packed[token * stride + index], weight);
+        own[row] = U32{} + weight;
+      }
+#pragma GCC unroll 8
+      for (int index = 0; index < kVectors; ++index) {
+        const U32 value = packed[token * stride + index];
+#pragma GCC unroll 6
+        for (int row = 0; row < kQueries; ++row) sums[row][index] = unit::multiply_add(sums[row][index], value, own[row]);
       }
     }
     for (int row = 0; row < kQueries; ++row)
@@ -267,9 +277,10 @@ struct Attention {
   template <int kQueries>
   void add_all_values(int64_t query, int64_t rows, Partial partial, Chunk& next) const {
     int64_t column = 0;
-    for (; column + kColumns <= columns; column += kColumns)
+    for (; column + kColumns <= columns(); column += kColumns)
       add_values<kQueries, kColumns>(query, column, rows, partial, next);
-    for (; column < columns; ++column) add_values<kQueries, 1>(query, column, rows, partial, next);
+    if (columns() % kColumns)
+      for (; column < columns(); ++column) add_values<kQueries, 1>(query, column, rows, partial, next);
   }
 
   // Queries [query, query + kQueries) over a packed chunk that begins at `begin`.
@@ -287,9 +298,18 @@ struct Attention {
     add_all_values<kQueries>(query, (most + kWidth - 1) / kWidth, partial, next);
   }
 
+  template <int kQueries>
+  INLINE void attend_rest(int64_t queries, int64_t query, int64_t begin, int64_t tokens, Partial partial,
+                          Chunk& next) const {
+    if constexpr (kQueries > 0) {
+      if (queries == kQueries) return attend_queries<kQueries>(query, begin, tokens, partial, next);
+      attend_rest<kQueries - 1>(queries, query, begin, tokens, partial, next);
+    }
+  }
+
   void attend(int64_t begin, int64_t end, Part following, Partial partial) const {
     const int64_t queries = int64_t{work.num_tokens} * work.num_heads;
-    std::memset(partial.values, 0, static_cast<size_t>(queries * columns * kLanes) * sizeof(float));
+    std::memset(partial.values, 0, static_cast<size_t>(queries * columns() * kLanes) * sizeof(float));
     for (int64_t query = 0; query < queries; ++query) {
       partial.maximum[query] = -kInfinity;
       partial.total[query] = 0;
@@ -308,35 +328,38 @@ struct Attention {
       pack_chunk(*current, *next);
       // Tokens in front of the chunk see nothing of it.
       int64_t query = chunk > work.first_position ? (chunk - work.first_position) * work.num_heads : 0;
-      for (; query + 4 <= queries; query += 4) attend_queries<4>(query, chunk, tokens, partial, *next);
-      switch (queries - query) {
-        case 3: attend_queries<3>(query, chunk, tokens, partial, *next); break;
-        case 2: attend_queries<2>(query, chunk, tokens, partial, *next); break;
-        case 1: attend_queries<1>(query, chunk, tokens, partial, *next); break;
-      }
+      for (; query + kTileQueries <= queries; query += kTileQueries)
+        attend_queries<kTileQueries>(query, chunk, tokens, partial, *next);
+      attend_rest<kTileQueries - 1>(queries - query, query, chunk, tokens, partial, *next);
       next->fetch(kChunkTokens * kMaxHeadSize);  // what is left
       Chunk* done = current;
       current = next;
       next = done;
     }
   }
+};
 
-  static void attend_part(Part part, Part next, Partial partial, void* memory) {
-    Attention(*part.work, memory).attend(part.begin, part.end, next, partial);
+// The usual head sizes have loops of their own.
+template <class T, bool kPairs>
+void attend_part(Part part, Part next, Partial partial, void* memory) {
+  switch (part.work->pool.head_size) {
+    case 64: return Attention<T, kPairs, 64>(*part.work, memory).attend(part.begin, part.end, next, partial);
+    case 128: return Attention<T, kPairs, 128>(*part.work, memory).attend(part.begin, part.end, next, partial);
+    default: return Attention<T, kPairs, 0>(*part.work, memory).attend(part.begin, part.end, next, partial);
   }
+}
 
-  static void finish(const AttentionWork& work, Partial total) {
-    const int64_t size = work.pool.head_size, width = (size + kLanes - 1) / kLanes * kLanes;
-    for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
-      for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
-        T* to = static_cast<T*>(work.out) + token * work.out_stride + head * size;
-        for (int64_t element = 0; element < size; element += kLanes)
-          store(to + element, load_raw<F32>(total.values + query * width + element) / total.total[query],
-                size - element);
-      }
+template <class T>
+void finish(const AttentionWork& work, Partial total) {
+  const int64_t size = work.pool.head_size, width = (size + kLanes - 1) / kLanes * kLanes;
+  for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
+    for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
+      T* to = static_cast<T*>(work.out) + token * work.out_stride + head * size;
+      for (int64_t element = 0; element < size; element += kLanes)
+        store(to + element, load_raw<F32>(total.values + query * width + element) / total.total[query], size - element);
     }
   }
-};
+}
 
 void merge(Partial total, Partial part, int64_t queries, int64_t head_size) {
   const int64_t width = (head_size + kLanes - 1) / kLanes * kLanes;

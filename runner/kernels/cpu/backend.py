@@ -6,15 +6,20 @@ What one step's attention needs of the batch goes to int32 tensors once; every l
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
 from runner.batch import Batch
+from runner.device import Device, Linear
 from runner.kernels.cpu.build import built
+from runner.kernels.cpu.large_pages import LargePages
 from runner.kernels.errors import BackendUnavailable
 from runner.kv_pool import KVPool
+from runner.sampling import Draw, keys_of
 from runner.store.cache import default_cache
 
 TIERS = ("avx512bf16", "avx512", "avx2", "portable")
@@ -39,11 +44,13 @@ class NativeAttention:
 
 
 class CpuKernels:
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, device: Device) -> None:
+        self._library, self._device, self._large_pages = library, device, LargePages()
         library.kvyard_tier.restype = ctypes.c_char_p
         library.kvyard_use_tier.restype = ctypes.c_bool
+        library.kvyard_multiplies.restype = ctypes.c_bool
         self._add_rms_norm = torch.ops.kvyard.add_rms_norm.default
+        self._draw = torch.ops.kvyard.draw.default
         self._swiglu = torch.ops.kvyard.swiglu.default
 
     @property
@@ -59,6 +66,20 @@ class CpuKernels:
         """For the whole process. False when this CPU does not have it."""
         return bool(self._library.kvyard_use_tier(tier.encode()))
 
+    def linear(self, weight: torch.Tensor) -> Linear:
+        """In bfloat16 our own product where it is the faster one; a row's result then depends on the row alone."""
+        outputs, inputs = weight.shape
+        if weight.dtype is not torch.bfloat16 or inputs % 2 or not self._library.kvyard_multiplies():
+            return self._device.linear(weight)
+        panels = self._large_pages.copy(torch.ops.kvyard.pack_weight.default(weight))
+        multiply = torch.ops.kvyard.packed_linear.default
+
+        def packed_linear(x: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = multiply(x, panels, outputs)
+            return product
+
+        return packed_linear
+
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
@@ -69,19 +90,37 @@ class CpuKernels:
         activated: torch.Tensor = self._swiglu(gate_up)
         return activated
 
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        rows, vocabulary = logits.shape
+        temperatures, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+        top_k, keys = np.full(rows, vocabulary, np.int64), np.zeros((rows, 2), np.int32)
+        drawn = [row for row, draw in enumerate(draws) if not draw.greedy]
+        for row in drawn:
+            sampling = draws[row].sampling
+            temperatures[row], top_p[row] = sampling.temperature, sampling.top_p
+            if sampling.top_k > 0:
+                top_k[row] = sampling.top_k
+        if drawn:
+            keys[drawn] = keys_of([draws[row] for row in drawn])
+        chosen: torch.Tensor = self._draw(logits, *map(torch.from_numpy, (temperatures, top_k, top_p, keys)))
+        return chosen
+
     def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> NativeAttention:
         return NativeAttention(pool, batch, angles)
 
 
-@cache
-def load() -> CpuKernels:
+def load(device: Device) -> CpuKernels:
     """Raises BackendUnavailable."""
+    return CpuKernels(_library(), device)
+
+
+@cache
+def _library() -> ctypes.CDLL:
     path = built(default_cache())
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendUnavailable(
             f"{path} cannot be loaded: {error}. Delete it; the next start builds it again"
         ) from error
-    return CpuKernels(library)

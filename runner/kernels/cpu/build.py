@@ -28,14 +28,14 @@ from runner.store.cache import appearing_folder, default_cache, locked, writable
 _FOLDER = Path(__file__).parent
 _LIBRARY = "kvyard_cpu.so"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
-_TORCH_FILES = ("operators.cpp", "work.cpp")  # the only ones that see torch's headers
+_TORCH_FILES = ("operators.cpp", "threads.cpp")  # the only ones that see torch's headers
 _AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # Each compiles tier.cpp: the table's name and what the compiler may use.
 _TIERS = {"kPortable": ("-DKVYARD_FIRST_TIER",)}
 _X86_TIERS = {"kAvx2": ("-mavx2", "-mfma"), "kAvx512": _AVX512, "kAvx512Bf16": (*_AVX512, "-mavx512bf16")}
 _COMPILERS = ("c++", "g++", "clang++")
 _HELP = "install a C++ compiler (g++ 11 or clang 14, or newer), or name one in CXX, and start again"
-_FIRST_TORCH = (2, 10)  # the first whose stable ABI has a parallel loop
+_FIRST_TORCH = (2, 10)  # the first whose stable ABI tells the number of threads
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def _digest(compiler: str) -> str:
 
 def _build(compiler: str, work: Path) -> None:
     torch_folder = Path(torch.__file__).parent
-    units: dict[str, tuple[str, ...]] = {"tiers": ("tiers.cpp",)}
+    units: dict[str, tuple[str, ...]] = {"tiers": ("tiers.cpp",), "work": ("work.cpp",)}
     units |= {name: ("tier.cpp", f"-DKVYARD_TIER={name}", *flags) for name, flags in _tiers().items()}
     includes = ("-isystem", str(torch_folder / "include"))
     units |= {Path(name).stem: (name, *includes) for name in _TORCH_FILES}
@@ -97,7 +97,8 @@ def _build(compiler: str, work: Path) -> None:
     with ThreadPoolExecutor(available_cores()) as pool:
         list(pool.map(compile_unit, reversed(units)))
     objects = [str(work / f"{name}.o") for name in units]
-    _run([compiler, "-shared", *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-o", str(work / _LIBRARY)])
+    libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-pthread")
+    _run([compiler, "-shared", *objects, *libraries, "-o", str(work / _LIBRARY)])
     for path in objects:
         Path(path).unlink()
 

@@ -47,6 +47,24 @@ struct Part {
   int64_t begin, end;
 };
 
+// out [rows, outputs] = in [rows, 2 * pairs] x panels; see products.h for the layout. bfloat16.
+constexpr int64_t kPanel = 16;
+
+struct ProductWork {
+  const void* in;
+  const void* panels;
+  void* out;
+  int64_t rows, pairs, outputs, in_stride_bytes, out_stride_bytes;
+};
+
+// How one row is drawn: temperature 0 takes the largest logit; top_k and top_p that leave everything are >= the number
+// of tokens and >= 1.
+struct Draw {
+  float temperature, top_p;
+  int64_t top_k;
+  uint32_t first_key, second_key;
+};
+
 struct Kernels {
   // A part into `partial`. What the same thread will probably do next is fetched into the cache meanwhile: blocks lie far
   // apart, so the processor does not guess it. `scratch`: scratch_bytes(), 64-aligned.
@@ -63,6 +81,10 @@ struct Kernels {
                            int64_t heads, int64_t kv_heads, int64_t head_size);
   // gate and up lie one after the other; out = silu(gate) * up.
   void (*swiglu)(const void* gate_up, void* out, int64_t width);
+  // `scratch`: 2 * size floats.
+  int64_t (*draw)(const float* logits, int64_t size, const Draw&, float* scratch);
+  // Panels [first, last). Null where the tier does not multiply pairs of bfloat16, and for float32.
+  void (*multiply)(const ProductWork&, int64_t first, int64_t last);
 };
 
 int64_t scratch_bytes();

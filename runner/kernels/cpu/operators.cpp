@@ -4,12 +4,14 @@
 // Schemas, fake implementations and the reference in plain torch are in operators.py; this file adds the CPU key.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
+#include <vector>
 
+#include "threads.h"
 #include "tiers.h"
 #include "work.h"
 
@@ -20,6 +22,11 @@ using torch::stable::Tensor;
 
 // Fewer elements of a row-wise operator than this are done before a second thread would wake up.
 constexpr int64_t kElementsPerThread = 1 << 15;
+
+// Likewise of products; a thread reads their weights too.
+constexpr int64_t kMultiplicationsPerThread = 1 << 17;
+// A product's pieces: several for each thread, so that one that comes late finds its share, but not too small ones.
+constexpr int64_t kPiecesPerThread = 3, kPanelsPerPiece = 6;
 
 const Kernels& kernels_for(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -41,25 +48,32 @@ Rows rows_of(const Tensor& tensor, const char* name) {
   return {static_cast<char*>(tensor.data_ptr()), tensor.size(0), tensor.size(1), tensor.stride(0) * element};
 }
 
-Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
-  const int64_t sizes[] = {rows, width}, strides[] = {width, 1};
-  int32_t dtype, device_type, device_index;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(model.get(), &dtype));
+Tensor empty(const Tensor& model, int64_t dimensions, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+  int32_t device_type, device_index;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(model.get(), &device_index));
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, dtype, device_type, device_index, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dimensions, sizes, strides, dtype, device_type,
+                                                         device_index, &made));
   return Tensor(made);
+}
+
+Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
+  const int64_t sizes[] = {rows, width}, strides[] = {width, 1};
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(model.get(), &dtype));
+  return empty(model, 2, sizes, strides, dtype);
+}
+
+Tensor empty_vector(const Tensor& model, int64_t length, int32_t dtype) {
+  const int64_t stride = 1;
+  return empty(model, 1, &length, &stride, dtype);
 }
 
 template <class F>
 void for_each_row(int64_t rows, int64_t width, const F& work) {
-  const int64_t grain = 1 + kElementsPerThread / (width + 1);
-  if (rows <= grain) {
-    for (int64_t row = 0; row < rows; ++row) work(row);
-    return;
-  }
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  const int64_t pieces = std::min({rows, 2 * num_threads(), 1 + rows * width / kElementsPerThread});
+  run_ranges(rows, pieces, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) work(row);
   });
 }
@@ -169,6 +183,67 @@ Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor star
   return result;
 }
 
+// weight [outputs, inputs] -> its panels, a flat tensor of the same dtype.
+Tensor pack_weight(Tensor weight) {
+  STD_TORCH_CHECK(kernels_for(weight).multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
+  const Rows in = rows_of(weight, "weight");
+  STD_TORCH_CHECK(in.width % 2 == 0, "kvyard: an odd number of inputs");
+  const int64_t pairs = in.width / 2, panels = (in.count + kPanel - 1) / kPanel;
+  Tensor result = empty_like(weight, panels, pairs * kPanel * 2);
+  auto* to = static_cast<uint32_t*>(result.data_ptr());
+  run_ranges(panels, std::min(panels, num_threads()), [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t lane = 0; lane < kPanel; ++lane) {
+        const int64_t output = panel * kPanel + lane;
+        const auto* from = reinterpret_cast<const uint32_t*>(output < in.count ? in[output] : nullptr);
+        for (int64_t pair = 0; pair < pairs; ++pair)
+          to[(panel * pairs + pair) * kPanel + lane] = from == nullptr ? 0 : from[pair];
+      }
+    }
+  });
+  return result;
+}
+
+Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
+  const Kernels& kernels = kernels_for(in);
+  STD_TORCH_CHECK(kernels.multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
+  const Rows from = rows_of(in, "in"), packed = rows_of(panels, "panels");
+  STD_TORCH_CHECK(from.count > 0, "kvyard: no rows");
+  STD_TORCH_CHECK(packed.width == from.width * kPanel && packed.count == (outputs + kPanel - 1) / kPanel &&
+                      panels.scalar_type() == in.scalar_type() && panels.is_contiguous(),
+                  "kvyard: the packed weight does not fit");
+  Tensor result = empty_like(in, from.count, outputs);
+  const Rows to = rows_of(result, "out");
+  const ProductWork work{from.data, packed.data, to.data, from.count, from.width / 2, outputs, from.stride_bytes,
+                         to.stride_bytes};
+  const int64_t worth = 1 + from.count * from.width * outputs / kMultiplicationsPerThread;
+  const int64_t pieces = std::min({1 + packed.count / kPanelsPerPiece, kPiecesPerThread * num_threads(), worth});
+  run_ranges(packed.count, num_threads() > 1 ? pieces : 1,
+             [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end); });
+  return result;
+}
+
+Tensor draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor keys) {
+  using Type = torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(logits.scalar_type() == Type::Float, "kvyard: logits must be float32");
+  const Kernels& kernels = kernels_for(logits);
+  const Rows in = rows_of(logits, "logits");
+  const auto* temperature = vector_of<float>(temperatures, in.count, Type::Float, "temperatures");
+  const auto* most_likely = vector_of<int64_t>(top_k, in.count, Type::Long, "top_k");
+  const auto* mass = vector_of<float>(top_p, in.count, Type::Float, "top_p");
+  const auto* key = vector_of<int32_t>(keys, 2 * in.count, Type::Int, "keys");
+  Tensor result = empty_vector(logits, in.count, aoti_torch_dtype_int64());
+  auto* chosen = static_cast<int64_t*>(result.data_ptr());
+  for_each_row(in.count, in.width, [&](int64_t row) {
+    static thread_local std::vector<float> scratch;
+    scratch.resize(static_cast<size_t>(2 * in.width));
+    const Draw own{temperature[row], mass[row], most_likely[row], static_cast<uint32_t>(key[2 * row]),
+                   static_cast<uint32_t>(key[2 * row + 1])};
+    chosen[row] = kernels.draw(reinterpret_cast<const float*>(in[row]), in.width, own, scratch.data());
+  });
+  return result;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
@@ -176,6 +251,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
   library.impl("rotate_and_store", TORCH_BOX(&rotate_and_store));
   library.impl("paged_attention", TORCH_BOX(&paged_attention));
   library.impl("swiglu", TORCH_BOX(&swiglu));
+  library.impl("draw", TORCH_BOX(&draw));
+  library.impl("pack_weight", TORCH_BOX(&pack_weight));
+  library.impl("packed_linear", TORCH_BOX(&packed_linear));
 }
 
 }  // namespace kvyard

@@ -1,6 +1,8 @@
 // One tier's kernels. Compiled several times: KVYARD_TIER names the table, the compiler's -m flags what it may use.
 #include "attention.h"
+#include "draw.h"
 #include "kernels.h"
+#include "products.h"
 #include "rows.h"
 
 namespace kvyard {
@@ -13,9 +15,8 @@ constexpr bool kPairs = false;
 
 template <class T, bool kMultipliesPairs>
 constexpr Kernels kernels() {
-  using attention = Attention<T, kMultipliesPairs>;
-  return {attention::attend_part, ::merge,      attention::finish, ::add_rms_norm<T>,
-          ::rotate_and_store<T>,  ::swiglu<T>};
+  return {::attend_part<T, kMultipliesPairs>, ::merge, ::finish<T>, ::add_rms_norm<T>, ::rotate_and_store<T>,
+          ::swiglu<T>, ::draw_token, kMultipliesPairs ? kMultiply : nullptr};
 }
 
 extern const Kernels KVYARD_TIER[2] = {kernels<float, false>(), kernels<BFloat16, kPairs>()};

@@ -1,5 +1,9 @@
 #include "tiers.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
 #include <cstring>
 
 namespace {
@@ -16,7 +20,13 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
 }
+bool has_amx() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);  // AMX-BF16
+}
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#else
+bool has_amx() { return false; }
 #endif
 
 // Best first.
@@ -42,6 +52,8 @@ const Tier* current = best();
 const kvyard::Kernels* kvyard::current_tier() { return current->kernels; }
 
 const char* kvyard_tier() { return current->name; }
+
+bool kvyard_multiplies() { return current->kernels[1].multiply != nullptr && !has_amx(); }
 
 bool kvyard_use_tier(const char* name) {
   for (const Tier& tier : kTiers) {

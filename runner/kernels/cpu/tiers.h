@@ -14,5 +14,7 @@ const Kernels* current_tier();
 
 // The current tier's name.
 KVYARD_EXPORT const char* kvyard_tier();
+// Whether our own products of bfloat16 are the better ones here: not where the CPU has AMX, which oneDNN uses.
+KVYARD_EXPORT bool kvyard_multiplies();
 // Switches to a tier of that name. False when this CPU does not have it, or nobody has.
 KVYARD_EXPORT bool kvyard_use_tier(const char* name);

@@ -158,6 +158,30 @@ INLINE F32 exponential(F32 x) {
   return vanishes ? F32{} : result;
 }
 
+// Natural logarithm to about one unit in the last place, of positive normal numbers; log 0 and log inf are infinite.
+// Mantissa and exponent apart, then the minimax polynomial of the Cephes library (logf).
+INLINE F32 logarithm(F32 x) {
+  const U32 bits = reinterpret_cast<U32>(x);
+  F32 mantissa = reinterpret_cast<F32>((bits & 0x007FFFFF) | 0x3F000000);  // in [0.5, 1)
+  F32 exponent = __builtin_convertvector(reinterpret_cast<I32>(bits >> 23) - 126, F32);
+  const I32 small = mantissa < 0.707106781f;
+  exponent = small ? exponent - 1.0f : exponent;
+  mantissa = small ? mantissa + mantissa - 1.0f : mantissa - 1.0f;
+  const F32 square = mantissa * mantissa;
+  F32 polynomial = mantissa * 7.0376836292e-2f - 1.1514610310e-1f;
+  polynomial = polynomial * mantissa + 1.1676998740e-1f;
+  polynomial = polynomial * mantissa - 1.2420140846e-1f;
+  polynomial = polynomial * mantissa + 1.4249322787e-1f;
+  polynomial = polynomial * mantissa - 1.6668057665e-1f;
+  polynomial = polynomial * mantissa + 2.0000714765e-1f;
+  polynomial = polynomial * mantissa - 2.4999993993e-1f;
+  polynomial = polynomial * mantissa + 3.3333331174e-1f;
+  F32 result = polynomial * mantissa * square + exponent * -2.12194440e-4f - square * 0.5f;
+  result = result + mantissa + exponent * 0.693359375f;
+  result = x == 0.0f ? splat(-kInfinity) : result;
+  return x == kInfinity ? splat(kInfinity) : result;
+}
+
 // Lanes of `a` and `b` in turns: the lower halves (kHigh false) or the upper ones.
 template <bool kHigh>
 INLINE U32 interleave(U32 a, U32 b) {

@@ -1,9 +1,9 @@
 #include "work.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <new>
+
+#include "threads.h"
 
 namespace kvyard {
 namespace {
@@ -99,21 +99,16 @@ void AttentionCall::run_piece(const Piece& piece, const Piece& following) const 
 }
 
 void AttentionCall::run() {
-  const int64_t threads = std::min<int64_t>({torch::stable::get_num_threads(), static_cast<int64_t>(pieces.size()),
-                                             1 + read_keys / kKeysPerThread});
+  const int64_t threads =
+      std::min({num_threads(), static_cast<int64_t>(pieces.size()), 1 + read_keys / kKeysPerThread});
   std::atomic<size_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
+  run_chunks(threads, [&](int64_t) {
     const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
     for (size_t index = take(), following; index < pieces.size(); index = following) {
       following = take();
       run_piece(pieces[index], pieces[following < pieces.size() ? following : index]);
     }
-  };
-  if (threads < 2) {
-    work(0, 1);
-  } else {
-    torch::stable::parallel_for(0, threads, 1, work);
-  }
+  });
 }
 
 }  // namespace kvyard

@@ -6,13 +6,18 @@ value; the bounds below are two such roundings for row-wise operators, and for a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from runner.kernels import reference
+from runner.kernels.cpu.backend import CpuKernels
 from tests.runner.kernels.conftest import Case, inputs
 
 OPERATORS = torch.ops.kvyard
+Pack = Callable[[torch.Tensor], torch.Tensor]
+Multiply = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16)
 ROW_BOUNDS = {torch.float32: {"rtol": 2e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-8}}
 ATTENTION_BOUNDS = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6}}
@@ -118,6 +123,56 @@ def test_norm(with_delta: bool, shape: tuple[int, int], dtype: torch.dtype, tier
     assert torch.equal(own, other)
 
 
+PRODUCTS = ("avx512bf16",)  # the sets of instructions with products of bfloat16
+
+
+def test_tiers_without_products_say_so(tier: str) -> None:
+    weight = torch.ones(4, 4, dtype=torch.bfloat16)
+    if tier in PRODUCTS:
+        assert OPERATORS.packed_linear(weight, OPERATORS.pack_weight(weight), 4).tolist() == [[4.0] * 4] * 4
+    else:
+        with pytest.raises(RuntimeError, match="this CPU has no products of bfloat16"):
+            OPERATORS.pack_weight(weight)
+
+
+@pytest.fixture
+def pack_weight(native: CpuKernels) -> Pack:
+    """The native one, where there is one; both lay out the same panels."""
+    return OPERATORS.pack_weight if native.tier in PRODUCTS else reference.pack_weight
+
+
+@pytest.fixture
+def packed_linear(native: CpuKernels) -> Multiply:
+    return OPERATORS.packed_linear if native.tier in PRODUCTS else reference.packed_linear
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 10, 12, 13, 16, 24, 271, 600])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 576), (100, 64), (7, 2), (33, 1536)], ids=str)
+def test_product(rows: int, outputs: int, inputs: int, pack_weight: Pack, packed_linear: Multiply) -> None:
+    """Sums in float32, one rounding at the end: half a unit of bfloat16, 2^-9, of the exact result."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    row = torch.randn(rows, inputs, generator=generator).bfloat16()
+    panels = pack_weight(weight)
+    assert torch.equal(panels, reference.pack_weight(weight))
+    exact = row.double() @ weight.double().T
+    got = packed_linear(row, panels, outputs)
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-4 * inputs**0.5)
+    torch.testing.assert_close(reference.packed_linear(row, panels, outputs).double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def test_a_row_of_a_product_does_not_depend_on_its_company(native: CpuKernels) -> None:
+    """To the bit, in every number of rows that is cut differently. oneDNN does not promise that."""
+    if native.tier not in PRODUCTS:
+        return
+    generator = torch.Generator().manual_seed(3)
+    panels = OPERATORS.pack_weight(torch.randn(600, 576, generator=generator).bfloat16())
+    rows = torch.randn(560, 576, generator=generator).bfloat16()
+    together = OPERATORS.packed_linear(rows, panels, 600)
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 20, 28, 100, 275):
+        assert torch.equal(OPERATORS.packed_linear(rows[7 : 7 + count], panels, 600), together[7 : 7 + count]), count
+
+
 def test_norm_of_zeros_is_zero(tier: str) -> None:
     assert not OPERATORS.add_rms_norm(torch.zeros(2, 20), None, torch.ones(20), 1e-5).any()
 
@@ -129,6 +184,33 @@ def test_swiglu(shape: tuple[int, int], dtype: torch.dtype, tier: str) -> None:
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -88.0, 0.0]).to(dtype)
     expected = reference.swiglu(gate_up)
     torch.testing.assert_close(OPERATORS.swiglu(gate_up), expected, **ROW_BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 16, 1003, 49_152])
+def test_draw(vocabulary: int, tier: str) -> None:
+    """Against sorting everything. Logits in steps of 0.5 are full of equals, which top-k and top-p cut through."""
+    rows = 36
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(rows, vocabulary, generator=generator) * 2).mul(2).round().div(2)
+    logits[::3] += torch.randn(len(logits[::3]), vocabulary, generator=generator)
+    temperatures = torch.tensor([0.0, 0.3, 1.0, 2.0]).repeat(9)
+    top_k = torch.tensor([vocabulary, 1, 7, 900]).clamp(max=vocabulary).repeat_interleave(9)
+    top_p = torch.tensor([1.0, 0.9, 0.5, 0.999, 1e-6, 0.01]).repeat(6)
+    keys = torch.randint(-(2**31), 2**31, (rows, 2), generator=generator).to(torch.int32)
+    arguments = logits, temperatures, top_k, top_p, keys
+    different = OPERATORS.draw(*arguments) != reference.draw(*arguments)
+    assert int(different.sum()) <= 1, different.nonzero()
+
+
+def test_draws_from_hostile_logits(tier: str) -> None:
+    """Masked tokens are never drawn; of a row without any other the first is."""
+    logits = torch.full((3, 100), -torch.inf)
+    logits[0, 70], logits[1, 99], logits[1, 3] = -5.0, 1e30, 1e30
+    columns = torch.full((3,), 1.0), torch.full((3,), 100), torch.full((3,), 0.9), torch.zeros(3, 2, dtype=torch.int32)
+    assert OPERATORS.draw(logits, *columns)[0] == 70
+    assert OPERATORS.draw(logits, *columns)[1] in (3, 99)
+    greedy = torch.zeros(3), *columns[1:]
+    assert OPERATORS.draw(logits, *greedy).tolist() == [70, 3, 0]
 
 
 def test_a_nan_stays_visible(tier: str) -> None:
@@ -143,7 +225,7 @@ def test_a_nan_stays_visible(tier: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_accepts_the_operators(dtype: torch.dtype, native: object) -> None:
+def test_torch_accepts_the_operators(dtype: torch.dtype, native: CpuKernels) -> None:
     """Schemas that tell the truth about what is written to, and fakes with the shapes of the real results."""
     given = inputs(Case([(5, 1), (0, 6)]), dtype)
     given.pool.nan_to_num_(0.0)
@@ -157,6 +239,11 @@ def test_torch_accepts_the_operators(dtype: torch.dtype, native: object) -> None
     check(OPERATORS.add_rms_norm.default, (row, row.clone(), weight, 1e-5))
     check(OPERATORS.add_rms_norm.default, (row, None, weight, 1e-5))
     check(OPERATORS.swiglu.default, (row,))
+    columns = torch.ones(3), torch.full((3,), 5), torch.ones(3), torch.zeros(3, 2, dtype=torch.int32)
+    check(OPERATORS.draw.default, (row.float(), *columns))
+    if dtype is torch.bfloat16 and native.tier in PRODUCTS:
+        check(OPERATORS.pack_weight.default, (row,))
+        check(OPERATORS.packed_linear.default, (row, OPERATORS.pack_weight(torch.randn(5, 32).bfloat16()), 5))
 
 
 def test_what_does_not_fit_is_refused(native: object) -> None:

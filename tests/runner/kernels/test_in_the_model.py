@@ -1,0 +1,42 @@
+"""The native kernels inside a model: bfloat16 text is the same whatever the chunks and the company.
+
+That is a promise of our own products only; with oneDNN's the last bit of a row depends on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.messages.request import SamplingParams
+from runner.kernels.cpu.backend import CpuKernels
+from runner.model_runner import ModelRunner
+from runner.store.store import resolve
+from tests.runner.harness import Harness
+from tests.runner.kernels.test_operators import PRODUCTS
+
+PROMPTS = [np.random.default_rng(seed).integers(0, 320, 10 + 37 * seed).tolist() for seed in range(5)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "drawn"]
+)
+def test_bfloat16_text_does_not_depend_on_chunks_or_company(
+    sampling: SamplingParams,
+    native: CpuKernels,
+    tiny_model: Callable[..., tuple[Any, Path]],
+    tmp_path: Path,
+) -> None:
+    description = resolve(str(tiny_model()[1]), tmp_path)
+    runner = ModelRunner(description, device="cpu", dtype="bfloat16", num_blocks=120, block_size=16, threads=0)
+    harness = Harness(runner, 120, 16)
+    together = harness.run(PROMPTS, 30, sampling=[sampling] * 5)
+    assert len({tuple(text) for text in together}) == 5
+    for chunk, concurrency in ((1, 1), (7, 3), (50, 1)):
+        got = harness.run(PROMPTS, 30, chunk=chunk, concurrency=concurrency, sampling=[sampling] * 5)
+        if native.tier in PRODUCTS:
+            assert got == together, (chunk, concurrency)
