@@ -17,6 +17,7 @@ from actors.messages.model import ModelDescription
 from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
 from runner.attention.paged import PagedAttention
+from runner.attention.variants import VariantAttention
 from runner.batch import Batch, BatchBuilder, Geometry
 from runner.device import Device
 from runner.kv_pool import KVPool
@@ -25,6 +26,7 @@ from runner.model.llama import LlamaModel
 from runner.requests import PlannedRow, RequestTable
 from runner.sampling import Draw, sample
 from runner.step_in_progress import StepInProgress
+from runner.transformers_model.model import TransformersModel
 from runner.weights.files import open_weights
 
 _WARM_UP_TOKENS = 256
@@ -55,8 +57,13 @@ class ModelRunner:
         self._context_length = description.context_length
         self._geometry = Geometry(description.num_heads, description.num_kv_heads, description.num_layers, block_size)
         with torch.inference_mode():
-            source = open_weights(description, self._device)
-            self._model = LlamaModel(description, source, self._device, description.context_length)
+            self._model: LlamaModel | TransformersModel
+            self._attention = PagedAttention
+            if description.modelling == "transformers":
+                self._model, self._attention = TransformersModel(description, self._device), VariantAttention
+            else:
+                source = open_weights(description, self._device)
+                self._model = LlamaModel(description, source, self._device, description.context_length)
         # Not in inference mode: others may write into it, such as a transfer.
         self.kv_pool = KVPool(
             self._device,
@@ -136,10 +143,9 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> torch.Tensor:
         if batch.fresh_blocks is not None:
             self.kv_pool.clear(batch.fresh_blocks)
-        attention = PagedAttention(self.kv_pool, self._geometry, batch)
+        attention = self._attention(self.kv_pool, self._geometry, batch)
         self._last_tokens.fill_in(batch)
-        hidden = self._model.forward(batch.token_ids, batch.positions, attention)
-        return self._model.logits(hidden[batch.sampling_tokens])
+        return self._model.next_token_logits(batch.token_ids, batch.positions, attention, batch.sampling_tokens)
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         """int64 [sampling rows], on the device."""

@@ -12,8 +12,8 @@ class ModelDescription(msgspec.Struct, frozen=True):
 
     folder: str
     weights: str  # path of the .gguf file, or of the folder with the safetensors
-    architecture: str  # "llama"
-    digest: str  # hex SHA-256: equal digests mean equal weights
+    architecture: str  # "llama", "mistral", "qwen2", "qwen3", or any `model_type` of transformers
+    digest: str  # hex SHA-256: equal digests mean equal weights, and for a folder an equal config.json
     vocab_size: int
     context_length: int
     hidden_size: int
@@ -29,6 +29,11 @@ class ModelDescription(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_id: str = "model"  # the served name unless a flag says another
+    modelling: str = "native"  # "transformers": its own code computes the model, see runner/transformers_model
+    query_key_value_bias: bool = False  # the products that have one, with `modelling` "native"
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False  # RMSNorm of each query and key head before it is turned
 
     def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
         return KVLayout(

@@ -11,10 +11,19 @@ from safetensors import SafetensorError, safe_open
 
 from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
+from runner.store.families import describe_native, obstacle
+from runner.store.through_transformers import describe_through_transformers
 
-_SCALING_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+_HARMLESS = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
 }
 
 
@@ -43,31 +52,22 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def describe_folder(folder: Path, digest: str, default_id: str) -> ModelDescription:
+    """Natively where kvyard's own model computes the configuration, else through transformers. ConfigurationError says
+    why neither can."""
     config = read_json(folder / "config.json")
-    _refuse_unsupported(folder, config)
-    num_heads, hidden_size = _int(folder, config, "num_attention_heads"), _int(folder, config, "hidden_size")
-    rope_theta, rope_scaling = _rope(folder, config)
-    return ModelDescription(
-        folder="",
-        weights=str(folder),
-        architecture="llama",
-        digest=digest,
-        vocab_size=_int(folder, config, "vocab_size"),
-        context_length=_int(folder, config, "max_position_embeddings"),
-        hidden_size=hidden_size,
-        intermediate_size=_int(folder, config, "intermediate_size"),
-        num_layers=_int(folder, config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_size=int(config.get("head_dim") or hidden_size // num_heads),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_token_ids(folder, config),
-        bos_token_id=config.get("bos_token_id"),
-        default_id=default_id,
-    )
+    eos_token_ids = _eos_token_ids(folder, config)
+    if config.get("quantization_config") is not None:
+        raise ConfigurationError(f"{folder}/config.json has a quantization_config; kvyard reads weights as they are")
+    found = obstacle(config)
+    if found:
+        return describe_through_transformers(folder, config, digest, default_id, eos_token_ids, found)
+    return describe_native(folder, config, digest, default_id, eos_token_ids)
+
+
+def computation(folder: Path) -> bytes:
+    """Of config.json what may change a key or a value: all but a few fields that certainly do not. Canonical JSON."""
+    config = read_json(folder / "config.json")
+    return json.dumps({key: config[key] for key in config.keys() - _HARMLESS}, sort_keys=True).encode()
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:
@@ -98,43 +98,6 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigurationError(f"{path} does not hold a JSON object")
     return value
-
-
-def _refuse_unsupported(folder: Path, config: dict[str, Any]) -> None:
-    kind = config.get("model_type")
-    if kind != "llama":
-        raise ConfigurationError(f"{folder} has architecture {kind!r}; kvyard runs llama")
-    wanted = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
-    wanted |= {"quantization_config": (None,)}
-    for name, values in wanted.items():
-        if config.get(name, values[0]) not in values:
-            raise ConfigurationError(f"{folder}/config.json has {name} {config[name]!r}; kvyard runs {values[0]!r}")
-
-
-def _int(folder: Path, config: dict[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value <= 0:
-        raise ConfigurationError(f"{folder}/config.json: {name} must be a positive number, not {value!r}")
-    return value
-
-
-def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, str]:
-    """(theta, canonical JSON of the scaling). transformers 5 writes `rope_parameters`, older ones two fields."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return theta, ""
-    if kind not in _SCALING_KEYS:
-        raise ConfigurationError(
-            f"{folder}/config.json scales its positions by {kind!r}; kvyard knows default, linear and llama3"
-        )
-    missing = [key for key in _SCALING_KEYS[kind] if not isinstance(parameters.get(key), int | float)]
-    if missing:
-        raise ConfigurationError(f"{folder}/config.json: the {kind} rope scaling lacks {', '.join(missing)}")
-    return theta, json.dumps(
-        {key: parameters[key] for key in _SCALING_KEYS[kind]} | {"rope_type": kind}, sort_keys=True
-    )
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from runner.store.fetch import fetched
 from runner.weights.gguf_header import read_gguf_header
 
 # Part of every key: raise it when what is written into the folders changes.
-_CONVERSION = 1
+_CONVERSION = 2
 _DESCRIPTION = "description.json"
 _SMALL_FILES = (
     "config.json",
@@ -74,8 +75,10 @@ def _resolve_folder(folder: Path, cache: Path, progress: Callable[[str], None]) 
     weights = hashlib.sha256()
     for path in describe_folder.weight_files(folder):
         weights.update(f"{path.name}={remembered_sha256(path, cache)}\n".encode())
+    # The configuration too: equal weights turned or normed otherwise make other keys.
+    weights.update(describe_folder.computation(folder))
     digest = weights.hexdigest()
-    everything = hashlib.sha256(digest.encode())
+    everything = hashlib.sha256(f"{digest} {_transformers_version()}\n".encode())
     for name in _SMALL_FILES:
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""
         everything.update(f"{name}={len(content)}\n".encode() + content)
@@ -86,6 +89,14 @@ def _resolve_folder(folder: Path, cache: Path, progress: Callable[[str], None]) 
 
     description = _converted(everything.hexdigest(), convert, cache, folder.name, progress)
     return msgspec.structs.replace(description, weights=str(folder), default_id=folder.name)
+
+
+def _transformers_version() -> str:
+    """What it knows of a model may change with it; "" when it is not installed."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""
 
 
 def _converted(

@@ -30,21 +30,24 @@ _OF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
 }
 # Goes into the description's rope_scaling, see the store.
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def hugging_face_name(name: str) -> str:
-    """The HF name of a llama tensor; a name that is not one stays as it is."""
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    """The HF name of a llama family's tensor; a name that is not one stays as it is."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _OF_LAYER:
         return _GLOBAL.get(name, name)
-    return f"model.layers.{match[1]}.{_OF_LAYER[match[2]]}.weight"
+    return f"model.layers.{match[1]}.{_OF_LAYER[match[2]]}.{match[3]}"
 
 
 def rotary_halves_apart(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[heads · head_size, in]: GGUF has the two dimensions that turn together side by side, HF half a head apart."""
+    """[heads · head_size, in]: llama GGUFs have the two dimensions that turn together side by side, HF half a head
+    apart."""
     rows, columns = weight.shape
     return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -54,7 +57,9 @@ class GGUFSource(WeightSource):
         header = read_gguf_header(Path(description.weights))
         self._tensors = {hugging_face_name(name): tensor for name, tensor in header.tensors.items()}
         super().__init__(description, device, [name for name in self._tensors if name != _ROPE_FACTORS])
-        self._heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}
+        self._heads: dict[str, int] = {}  # of what lies interleaved
+        if description.architecture == "llama":
+            self._heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}
         self._data = np.memmap(description.weights, np.uint8, "r")
 
     def read(self, name: str) -> torch.Tensor:

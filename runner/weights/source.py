@@ -20,6 +20,7 @@ class WeightSource(ABC):
 
     def __init__(self, description: ModelDescription, device: Device, names: Iterable[str]) -> None:
         self._path, self._device = description.weights, device
+        self._architecture = description.architecture
         self._shapes = expected_shapes(description)
         self._left = dict.fromkeys(names)
         if description.tie_word_embeddings:
@@ -47,7 +48,8 @@ class WeightSource(ABC):
         """Raises when tensors are left over: the file is of another architecture than it says."""
         if self._left:
             raise ConfigurationError(
-                f"the weights {self._path} hold {len(self._left)} tensors that a llama model does not have, "
+                f"the weights {self._path} hold {len(self._left)} tensors that a {self._architecture} model as "
+                f"configured does not have, "
                 f"such as {next(iter(self._left))}"
             )
 
@@ -73,4 +75,14 @@ def expected_shapes(description: ModelDescription) -> dict[str, tuple[int, ...]]
             prefix + "mlp.up_proj.weight": (d.intermediate_size, d.hidden_size),
             prefix + "mlp.down_proj.weight": (d.hidden_size, d.intermediate_size),
         }
+        if d.query_key_norm:
+            shapes |= dict.fromkeys((f"{prefix}self_attn.{name}_norm.weight" for name in "qk"), (d.head_size,))
+        for present, names in (
+            (d.query_key_value_bias, ("self_attn.q", "self_attn.k", "self_attn.v")),
+            (d.attention_output_bias, ("self_attn.o",)),
+            (d.mlp_bias, ("mlp.gate", "mlp.up", "mlp.down")),
+        ):
+            if present:
+                products = [f"{prefix}{name}_proj" for name in names]
+                shapes |= {f"{product}.bias": shapes[f"{product}.weight"][:1] for product in products}
     return shapes
