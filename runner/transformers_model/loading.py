@@ -39,7 +39,7 @@ def without_weights(configuration: Any) -> torch.nn.Module:
         model: torch.nn.Module = prepare().AutoModelForCausalLM.from_config(
             configuration, attn_implementation=IMPLEMENTATION, trust_remote_code=False
         )
-    return model.eval()
+    return _unwarned(model).eval()
 
 
 def with_weights(folder: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
@@ -58,4 +58,12 @@ def with_weights(folder: str, dtype: torch.dtype, device: torch.device) -> torch
             names = sorted(str(name) for name in loading[what])
             raise ConfigurationError(f"the weights {folder} {said} {len(names)} tensors, such as {names[0]}")
     loaded: torch.nn.Module = model
-    return loaded.eval().requires_grad_(False).to(device)
+    return _unwarned(loaded).eval().requires_grad_(False).to(device)
+
+
+def _unwarned(model: torch.nn.Module) -> torch.nn.Module:
+    """Some models look at their input for padding, to warn of it: a wait for the device, and there is none here."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None  # type: ignore[assignment]
+    return model

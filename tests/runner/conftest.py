@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.messages.model import ModelDescription
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
 
 NUM_BLOCKS, BLOCK_SIZE = 640, 16
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
 REFERENCES = Path(__file__).parents[1] / "references" / "greedy.json"
 
 
@@ -35,25 +46,49 @@ def references() -> list[dict[str, Any]]:
     return prompts
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
-    """Makes a llama of two layers with random weights, and its folder as transformers saves it."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """With operations this small a second one only costs."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
-    def make(max_shard_size: str = "1GB", **settings: Any) -> tuple[Any, Path]:
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
+    """Makes transformers' model of a configuration, with random weights, and its folder as transformers saves it."""
+    from transformers import AutoModelForCausalLM
+
+    def make(configuration: Any, max_shard_size: str = "1GB") -> tuple[Any, Path]:
         torch.manual_seed(5)
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = LlamaConfig(**(sizes | heads | {"max_position_embeddings": 256, "initializer_range": 0.2} | settings))
-        model = LlamaForCausalLM(config).eval()
+        model = AutoModelForCausalLM.from_config(configuration).eval()
+        # What begins as ones or zeros would hide a wrong order.
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)
         folder = tmp_path_factory.mktemp("tiny")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        vocabulary = {f"t{index}": index for index in range(config.vocab_size)}
-        tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary}}
-        tokenizer["model"]["unk_token"] = "t0"  # type: ignore[index]
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        write_tokenizer(folder, configuration.vocab_size)
         return model, folder
+
+    return make
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Token n is the word "tn"."""
+    vocabulary = {f"t{index}": index for index in range(vocab_size)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder: Callable[..., tuple[Any, Path]]) -> Callable[..., tuple[Any, Path]]:
+    """A llama of two layers with random weights."""
+    from transformers import LlamaConfig
+
+    def make(max_shard_size: str = "1GB", **settings: Any) -> tuple[Any, Path]:
+        return tiny_folder(LlamaConfig(**(TINY | settings)), max_shard_size)
 
     return make
 

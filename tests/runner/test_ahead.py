@@ -86,11 +86,20 @@ class Run(msgspec.Struct):
 
 
 def run(runner: ModelRunner, configuration: SchedulerConfiguration, seed: int, depth: int, aborted: int = -1) -> Run:
+    return serve(runner, configuration, workload(seed), depth, aborted)
+
+
+def serve(
+    runner: ModelRunner,
+    configuration: SchedulerConfiguration,
+    waiting: list[EngineRequest],
+    depth: int,
+    aborted: int = -1,
+) -> Run:
     """Two requests arrive in each round; then steps are planned up to `depth`, then the oldest returns."""
     core = SchedulerCore(msgspec.structs.replace(configuration, async_scheduling=depth > 1))
     # Whatever is read before it was computed, or cleared by the step that was given the block, shows.
     runner.kv_pool.tensor[1:].fill_(torch.nan)
-    waiting = workload(seed)
     done = Run({request.request_id: [] for request in waiting}, {}, Counter())
     in_flight: deque[tuple[StepPlan, StepInProgress]] = deque()
     now = 0.0
@@ -122,10 +131,12 @@ def run(runner: ModelRunner, configuration: SchedulerConfiguration, seed: int, d
 
 def count(seen: Counter[str], plan: StepPlan, core: SchedulerCore) -> None:
     """Of a plan that was just made."""
+    told = {request.request_id for request in plan.new_requests}
     seen["preempted"] += len(core.last_step.preempted)
     seen["resumed"] += len(core.last_step.resumed)
     columns = (plan.num_scheduled_tokens, plan.num_computed_tokens, plan.num_sampled)
     counts, computed, sampled = (np.frombuffer(column, np.int32) for column in columns)
+    seen["hit"] += sum(name in told and at > 0 for name, at in zip(plan.request_ids, computed, strict=True))
     seen["chunk"] += int((sampled == 0).sum())
     seen["mixed"] += bool((counts == 1).any() and (counts > 1).any())
     for request, end in zip(core.last_step.requests, counts + computed, strict=True):

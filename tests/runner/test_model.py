@@ -16,6 +16,8 @@ from runner.model_runner import ModelRunner
 from runner.store.store import resolve
 from tests.runner.harness import Harness, int32
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TinyModel = Callable[..., tuple[Any, Path]]
 
 LLAMA3 = {
@@ -42,7 +44,7 @@ PROMPT = np.random.default_rng(1).integers(0, 320, 90).tolist()
 
 
 def make_runner(folder: Path, cache: Path, dtype: str = "float32") -> ModelRunner:
-    return ModelRunner(resolve(str(folder), cache), device="cpu", dtype=dtype, num_blocks=40, block_size=16, threads=0)
+    return ModelRunner(resolve(str(folder), cache), device="cpu", dtype=dtype, num_blocks=40, block_size=16, threads=1)
 
 
 def logits(runner: ModelRunner, prompt: list[int], ends: list[int], table: list[int]) -> list[torch.Tensor]:
