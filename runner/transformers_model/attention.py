@@ -84,11 +84,18 @@ def _attend(
     for name, value_given in others.items():
         if name not in _WITHOUT_MEANING and value_given is not None and value_given != _NEUTRAL.get(name):
             raise NotServed(f"{name}: its layers hand this to their attention, and kvyard's does not know it")
+    if getattr(module, "is_causal", True) is False:
+        raise NotServed("is_causal false: its layers look at tokens that come later")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise NotServed("layer_idx: its attention does not know which layer it is of")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    _, heads, tokens, head_size = query.shape
-    packed = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
-    attended = _answering.get().attend(layer, *packed, Asked(scale, softcap, sliding_window))
-    return attended.view(1, tokens, heads, head_size), None
+    _, heads, tokens, _ = query.shape
+    asked = Asked(scale, softcap, sliding_window)
+    attended = _answering.get().attend(layer, _packed(query), _packed(key), _packed(value), asked)
+    return attended.view(1, tokens, heads, -1), None
+
+
+def _packed(states: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, head_size] → [tokens, heads, head_size]."""
+    return states[0].transpose(0, 1).contiguous()

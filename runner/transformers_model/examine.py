@@ -13,7 +13,7 @@ import msgspec
 from actors.messages.errors import ConfigurationError
 from runner.store.through_transformers import Examined
 from runner.transformers_model.attention import NotServed
-from runner.transformers_model.loading import load_configuration, without_weights
+from runner.transformers_model.loading import load_configuration
 from runner.transformers_model.refusals import of_configuration, of_model
 
 
@@ -21,7 +21,7 @@ def examine(folder: str) -> Examined:
     try:
         configuration = load_configuration(folder)
         of_configuration(configuration)
-        call = of_model(without_weights(configuration), configuration)[0]
+        call = of_model(configuration)[0]
     except (NotServed, ConfigurationError) as error:
         return Examined(refused=str(error))
     except Exception as error:

@@ -14,6 +14,7 @@ import torch
 
 from runner.attention.asked import Asked
 from runner.transformers_model.attention import NotServed, answered_by
+from runner.transformers_model.loading import without_weights
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _PROBE_TOKENS = 4
@@ -37,20 +38,24 @@ class _Recorder:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
         self.calls.append(Call(layer, tuple(query.shape), tuple(key.shape), tuple(value.shape), asked.window))
-        return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        return query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
 
 
 def of_configuration(configuration: Any) -> None:
     """Raises NotServed."""
-    get = lambda name: getattr(configuration, name, None)  # noqa: E731
+
+    def get(name: str) -> Any:
+        return getattr(configuration, name, None)
+
     if get("is_encoder_decoder"):
         raise NotServed("is_encoder_decoder true: kvyard serves models that only decode")
     if get("add_cross_attention"):
         raise NotServed("add_cross_attention true: its keys would come from an encoder")
     if configuration.get_text_config() is not configuration:
         raise NotServed("text_config: it is a model of more than text. Save its text model as a folder of its own")
-    if not isinstance(get("max_position_embeddings"), int):
-        raise NotServed("max_position_embeddings is not given: the context's length is not known")
+    for name in ("state_size", "mamba_d_state"):
+        if get(name):
+            raise NotServed(f"{name} {get(name)}: a state space keeps state that is no keys and values")
     if get("is_causal") is False or get("use_bidirectional_attention"):
         raise NotServed("is_causal false: tokens that come later would change keys that are computed")
     if get("attention_chunk_size"):
@@ -62,8 +67,15 @@ def of_configuration(configuration: Any) -> None:
             raise NotServed(f"rope_type {kind}: its angles change with the longest request of a step")
 
 
-def of_model(model: torch.nn.Module, configuration: Any) -> list[Call]:
-    """The calls of a model on the meta device, one for each layer. Raises NotServed."""
+def of_model(configuration: Any) -> list[Call]:
+    """The calls of the configuration's model, one for each layer. Raises NotServed."""
+    try:
+        model = without_weights(configuration)
+    except Exception as error:
+        raise NotServed(
+            f"model_type {configuration.model_type}: transformers does not build it with an attention of ours "
+            f"({_first_line(error)})"
+        ) from error
     taken = set(inspect.signature(model.forward).parameters)
     for name in ("position_ids", "logits_to_keep"):
         if name not in taken:
@@ -84,9 +96,12 @@ def of_model(model: torch.nn.Module, configuration: Any) -> list[Call]:
             raise NotServed(f"layer {call.layer} has other heads than layer 0: {call.key[1:]} and {first.key[1:]}")
         if not call.query[2] == call.key[2] == call.value[2]:
             raise NotServed(f"head sizes {call.query[2]} of keys and {call.value[2]} of values: they must be equal")
+    context = getattr(configuration, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise NotServed("max_position_embeddings is not given: the context's length is not known")
     window = getattr(configuration, "sliding_window", None)
     used = getattr(configuration, "use_sliding_window", True) is not False
-    within = window is not None and window < configuration.max_position_embeddings
+    within = window is not None and window < context
     if used and within and all(call.window is None for call in calls):
         raise NotServed(f"sliding_window {window}: its layers do not tell their attention of it")
     return calls
@@ -102,9 +117,8 @@ def _recorded(model: torch.nn.Module, configuration: Any) -> list[Call]:
     except NotServed:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise NotServed(
-            f"model_type {configuration.model_type}: its code does not run without a cache ({reason})"
+            f"model_type {configuration.model_type}: its code does not run without a cache ({_first_line(error)})"
         ) from error
     return recorder.calls
 
@@ -113,7 +127,11 @@ def _answer_for_experts(model: torch.nn.Module) -> None:
     """Which expert computes what depends on values, and here there are none; tokens do not meet in an expert."""
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
-            module.forward = lambda hidden, *_, **__: torch.empty_like(hidden)  # type: ignore[method-assign]
+            module.forward = lambda hidden, *_, **__: torch.empty_like(hidden)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def _rope_types(parameters: Any) -> set[str]:

@@ -48,8 +48,8 @@ class WeightSource(ABC):
         """Raises when tensors are left over: the file is of another architecture than it says."""
         if self._left:
             raise ConfigurationError(
-                f"the weights {self._path} hold {len(self._left)} tensors that a {self._architecture} model as "
-                f"configured does not have, "
+                f"the weights {self._path} hold {len(self._left)} tensors that a {self._architecture} model does not "
+                f"have, "
                 f"such as {next(iter(self._left))}"
             )
 
