@@ -49,8 +49,7 @@ class WeightSource(ABC):
         if self._left:
             raise ConfigurationError(
                 f"the weights {self._path} hold {len(self._left)} tensors that a {self._architecture} model does not "
-                f"have, "
-                f"such as {next(iter(self._left))}"
+                f"have, such as {next(iter(self._left))}"
             )
 
 
