@@ -20,7 +20,7 @@ FAULTS = (
     Fault("running", "len(running) and step.budget > 0:", "len(running) and step.budget >= 0:", "budget overdrawn"),
     Fault("running", "max_model_len - 1 - computed", "max_model_len - computed", "no room kept for the sampled token"),
     Fault("running", "computed + 2 - placeholders >=", "computed + 1 - placeholders >=", "planned past max_tokens"),
-    Fault("running", "(computed + count) // block_size)", "(computed + count + 1) // block_size)", "a block too early"),
+    Fault("running", "count + lookahead) // block_size)", "count + lookahead + 1) // block_size)", "a block too early"),
     Fault("running", "if victim_index < index:", "if victim_index <= index:", "a victim hides its neighbour"),
     Fault("running", "else len(running) - 1\n", "else 0\n", "the first is preempted instead of the last"),
     Fault("queues", "extendleft(reversed(requests))", "extendleft(requests)", "skipped requests change places"),
@@ -41,14 +41,12 @@ FAULTS = (
         "results", "computed_tokens - (expected - count)", "computed_tokens - expected", "accepted drafts taken back"
     ),
     Fault("results", "else first * state", "else (first + 1) * state", "a bad block is taken for good"),
-    Fault("stop", "num_outputs >= request.min_tokens", "num_outputs > engine_request.min_tokens", "min_tokens"),
+    Fault("stop", "num_outputs >= request.min_tokens", "num_outputs > request.min_tokens", "min_tokens"),
     Fault("transfers", "load.grant.request_id != request_id", "load.quiet", "a report for somebody else's load"),
     Fault(
         "transfers", "min(state.config.load_timeout_s, remaining / 2)", "remaining", "a load that outlives its request"
     ),
-    Fault(
-        "encoder", "max(item.offset - start, 0)", "max(item.offset - start, 1)", "tokens without their encoder output"
-    ),
+    Fault("encoder", "start - self._ahead, 0)\n", "start - self._ahead, 1)\n", "tokens without their encoder output"),
     Fault("step", "self.budget += self.counts[row]", "self.budget += 1", "a victim's tokens are not given back"),
     Fault("state", "        request.drafts = ()\n", "", "drafts outlive a preemption"),
     Fault("core", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < now", "late by one deadline"),
