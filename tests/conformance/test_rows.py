@@ -138,19 +138,22 @@ def test_row_24_a_request_larger_than_the_pool_does_not_hold_up_the_others() -> 
     assert (first.request_id, first.token_ids) == ("b", (7,))
 
 
-@pytest.mark.parametrize(("drafter", "num_blocks"), [("draft_model", [3, 3]), ("eagle", [3, 3]), ("ngram", [2, 2])])
+@pytest.mark.parametrize(
+    ("drafter", "num_blocks"), [("draft_model", [3, 3, 3, 4]), ("eagle", [3, 3, 3, 4]), ("ngram", [2, 2, 3, 3])]
+)
 def test_row_25_a_drafter_that_is_a_model_gets_slots_for_its_proposals(drafter: str, num_blocks: list[int]) -> None:
     """Lookahead 3, BS=4: 7 tokens take 3 blocks, the 8th none; two blocks are full then. n-gram looks nothing ahead."""
     core = core_of(num_spec_tokens=3, drafter=drafter, prefix_caching=True, kv_connector=False)
     core.add(request_of("a", 7), 0.0)
-    tables = []
-    for _ in range(2):
+    tables, registered = [], []
+    for _ in range(4):
         run_step(core)
-        tables.append(len(table(core, "a")))
+        request = core.live("a")
+        assert request is not None
+        tables.append(len(request.block_ids))
+        registered.append(request.num_registered)
     assert tables == num_blocks
-    request = core.live("a")
-    assert request is not None
-    assert request.num_registered == 2
+    assert registered == [1, 2, 2, 2]
 
 
 def test_row_25_no_slots_beyond_the_context_and_none_for_a_load() -> None:

@@ -65,6 +65,24 @@ def test_a_block_whose_parent_is_forgotten_is_not_announced() -> None:
     assert cache.take_events() == []
 
 
+def test_a_prefix_that_is_computed_again_is_not_announced_twice() -> None:
+    """Its parent goes and comes back: the child's old block can no longer be found, the new one takes its place."""
+    cache = AnnouncedCache(2)
+    parent = cache.register(1, ROOT, None, (5, 6))
+    cache.register(2, parent, None, (7, 8))
+    (stored,) = cache.take_events()
+    assert isinstance(stored, BlocksStored)
+    first, second = stored.block_hashes
+    cache.forget(1)
+    parent = cache.register(3, ROOT, None, (5, 6))
+    cache.register(4, parent, None, (7, 8))
+    assert cache.take_events() == [BlockRemoved(first), BlocksStored((first,), None, (5, 6), 2)]
+    cache.forget(2)
+    assert cache.take_events() == []
+    cache.forget(4)
+    assert cache.take_events() == [BlockRemoved(second)]
+
+
 def test_without_the_key_there_is_nothing_to_take_and_nothing_kept() -> None:
     core = core_of(prefix_caching=True, kv_connector=False)
     core.add(request_of("a", 9), 0.0)
