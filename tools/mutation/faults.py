@@ -1,4 +1,4 @@
-"""Thirty faults of one line each, spread over every module of the scheduler core.
+"""Forty faults of one line each, spread over every module of the scheduler core.
 
 `old` stands exactly once in `actors/scheduling/MODULE.py`. None of them is equivalent: each breaks a rule that the
 scenarios, the hand-computed cases or the properties know.
@@ -51,4 +51,33 @@ FAULTS = (
     Fault("state", "        request.drafts = ()\n", "", "drafts outlive a preemption"),
     Fault("core", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < now", "late by one deadline"),
     Fault("impasse", "_revoke(state, waiting_holders[-1], now)", "return False", "nobody gives blocks back"),
+    Fault("transfers", "lease.revoked = True", "lease.revoked = False", "a denial after an abort leaks its blocks"),
+    Fault("encoder", "next(iter(self._evictable))", "next(reversed(self._evictable))", "the newest output is evicted"),
+    Fault(
+        "results",
+        "            state.kv.unregister(request, request.num_computed_tokens)",
+        "            pass",
+        "bad KV hit",
+    ),
+    Fault("results", "num_dropped = count - len(tokens)", "num_dropped = 0", "tokens behind a stop are cached"),
+    Fault(
+        "results",
+        "request.num_cached_tokens, request.num_computed_tokens)",
+        "request.num_cached_tokens, 1 << 30)",
+        "failed tokens count as cached",
+    ),
+    Fault(
+        "state", "fence = next(reversed(self.in_flight))", "fence = request.last_step", "a fence that ends too early"
+    ),
+    Fault("running", "request.starved = not running", "request.starved = False", "nobody is known to starve"),
+    Fault(
+        "candidate", "if request.starved and state", "if False and state", "who starves does not let others go first"
+    ),
+    Fault(
+        "candidate",
+        "count > step.budget or num_computed + count > config.max_model_len",
+        "count > step.budget",
+        "padded past the end of the context",
+    ),
+    Fault("impasse", "if state.in_flight or not nothing", "if not nothing", "given up while a step is in flight"),
 )
