@@ -16,6 +16,7 @@ Transport = Literal["auto", "nixl", "tcp"]
 DType = Literal["bfloat16", "float32"]
 Policy = Literal["fcfs", "priority"]
 LoadFailurePolicy = Literal["recompute", "fail"]
+Drafter = Literal["ngram", "draft_model", "eagle"]
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -37,15 +38,18 @@ class SchedulerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool = True
     long_prefill_token_threshold: Natural = 0  # tokens; 0 = off
     num_spec_tokens: Natural = 0
+    drafter: Drafter = "ngram"  # who makes the drafts
     async_scheduling: bool = False
     reserve_full_sequence: bool = False
     watermark: float = 0.0  # fraction of the blocks
     max_loras: Natural = 0  # 0 = no cap
     encoder_budget: Natural = 0  # tokens per step
     encoder_cache: Natural = 0  # tokens
+    disable_chunked_mm_input: bool = False  # a step computes an encoder input as a whole, if it fits behind others
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_connector: bool = False
     load_timeout_s: Seconds = 30.0
+    kv_events: bool = False  # tell what the prefix cache stores and forgets: whoever sets it takes them
     # Rules in which the reference is worse than need be. The defaults are its own, an engine sets ROBUST_RULES.
     fence_frees: bool = False  # blocks that a dispatched step still touches come back with its result
     standstill_patience: Natural = 100  # schedule()s in a row that bring no token before waiting requests are reordered
@@ -53,6 +57,16 @@ class SchedulerConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     trim_padding: bool = False  # a row has no more empty drafts than its scheduled tokens leave room for
     pass_over_self_victim: bool = False  # a request that preempted itself does not end the running pass for others
     readmit_while_pausing: bool = False  # pause "new" admits whoever ran already and was preempted: it runs to its end
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots behind a row's tokens: a drafter that is a model writes the KV of its proposals there."""
+        return 0 if self.drafter == "ngram" else self.num_spec_tokens
+
+    @property
+    def uses_eagle(self) -> bool:
+        """Its drafter reads the target's hidden states, and the embedding of one token more than the target."""
+        return self.drafter == "eagle" and self.num_spec_tokens > 0
 
 
 ROBUST_RULES: dict[str, Any] = {

@@ -35,6 +35,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     new_block_ids: bytes  # int32[sum(num_new_blocks)]
     new_requests: tuple[NewRequest, ...] = ()
     dropped_request_ids: tuple[str, ...] = ()  # finished or preempted since the last plan: forget them first
+    dropped_encoder_outputs: tuple[
+        str, ...
+    ] = ()  # hashes evicted since the last plan: forget them before any encoder runs
 
     @property
     def num_tokens(self) -> int:

@@ -161,6 +161,8 @@ def _allocate(
     if is_load:
         others = (other for other in state.unfinished_prefills.values() if other is not request)
         reserved = sum(kv.num_missing_blocks(other) for other in others)
+    else:
+        num_tokens += kv.num_lookahead
     return kv.admit(request, num_tokens, hits, now, spare=spare, reserved=reserved)
 
 

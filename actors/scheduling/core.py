@@ -7,6 +7,7 @@ It composes: `state` holds, `running` and `admission` plan, `impasse` ends what 
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from actors.scheduling.admission import readmit_preempted, schedule_waiting
 from actors.scheduling.checks import InvariantBroken, check
 from actors.scheduling.connector import Connector, TicketConnector
 from actors.scheduling.grants import GrantState
+from actors.scheduling.kv_events import KVEvent
 from actors.scheduling.queues import RequestQueue
 from actors.scheduling.request import NO_EXTRAS, LoadPhase, RequestExtras, SchedulerRequest, Status
 from actors.scheduling.results import apply_result
@@ -157,18 +159,23 @@ class SchedulerCore:
         self.last_step = step
         if not step.requests:
             self._changed = bool(step.preempted)
-            return step.plan(())
+            return step.plan()
         state.num_steps = step.step
         for request in step.requests:
             request.last_step = step.step
             request.known_to_worker = True
         state.in_flight[step.step] = step
         dropped, state.dropped = tuple(state.dropped), {}
-        return step.plan(dropped)
+        return step.plan(dropped, state.encoder.take_evicted())
 
     def take_effects(self) -> list[RequestOutput | TransferOrder]:
         effects, self._state.effects = self._state.effects, []
         return effects
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What the prefix cache has stored and forgotten; none without `kv_events`. Changes no plan."""
+        announced = self._state.kv.announced
+        return [] if announced is None else announced.take_events()
 
     def has_runnable(self) -> bool:
         """Whether schedule() could plan, admit or load something now. After it came to nothing: not before an input."""
@@ -216,6 +223,14 @@ class SchedulerCore:
     @property
     def num_free_blocks(self) -> int:
         return self._state.kv.pool.num_free
+
+    @property
+    def num_common_prefix_blocks(self) -> int:
+        """Leading blocks of the first running request that all who hold blocks share: a hint for cascade attention."""
+        kv, running = self._state.kv, self._state.running
+        num_holders = len(kv.ledger.live)
+        blocks = running[0].block_ids if running else []
+        return sum(1 for _ in takewhile(lambda block: kv.pool.ref_counts[block] == num_holders, blocks))
 
     def live_request_ids(self) -> list[str]:
         return list(self._state.requests)

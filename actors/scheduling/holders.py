@@ -30,4 +30,4 @@ def would_starve(state: SchedulerState, request: SchedulerRequest, hits: list[in
     """Admitted chunk by chunk it would run out of blocks, lose them and come back as the head, for ever."""
     if not nothing_comes_back(state) or all(holder is request for holder in holders(state)):
         return False
-    return not state.kv.fits(request, len(request.tokens), hits, spare=0, reserved=0)
+    return not state.kv.fits(request, len(request.tokens) + state.kv.num_lookahead, hits, spare=0, reserved=0)

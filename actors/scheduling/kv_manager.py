@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from actors.configuration import SchedulerConfiguration
 from actors.scheduling.block_pool import BlockPool
 from actors.scheduling.grants import GrantLedger
+from actors.scheduling.kv_events import AnnouncedCache
 from actors.scheduling.prefix_cache import ROOT, Extra, PrefixCache
 from actors.scheduling.request import SchedulerRequest
 
@@ -20,7 +21,10 @@ class KVManager:
         self.block_size = config.block_size
         self.max_model_len = config.max_model_len
         self.caching = config.prefix_caching
-        self.cache = PrefixCache()
+        self.num_lookahead = config.num_lookahead_tokens  # slots behind what a step computes
+        self._drops_last_hit = config.uses_eagle
+        self.announced = AnnouncedCache(config.block_size) if config.kv_events else None
+        self.cache = self.announced or PrefixCache()
         self.pool = BlockPool(config.usable_blocks, self.cache)
         self.ledger = GrantLedger(self.pool)
         self.shortage = ""  # why the last admission was refused
@@ -29,16 +33,19 @@ class KVManager:
         return -(-min(num_tokens, self.max_model_len) // self.block_size)
 
     def can_ever_hold(self, request: SchedulerRequest) -> bool:
-        """Whether its known tokens fit an empty pool."""
-        return self.num_blocks_for(len(request.tokens)) <= self.pool.usable_blocks
+        """Whether its known tokens, and what is looked ahead, fit an empty pool."""
+        return self.num_blocks_for(len(request.tokens) + self.num_lookahead) <= self.pool.usable_blocks
 
     def num_missing_blocks(self, request: SchedulerRequest) -> int:
         """Blocks it still needs for all its known tokens."""
         return max(self.num_blocks_for(len(request.tokens)) - len(request.block_ids), 0)
 
     def lookup(self, request: SchedulerRequest) -> list[int]:
-        """Cached blocks of its longest known prefix, short of the last known token."""
-        if not self.caching or request.engine_request.skip_prefix_cache:
+        """Cached blocks of its longest known prefix, short of the last known token.
+
+        EAGLE computes the last of them again: its drafter needs the target's hidden states right before the new tokens.
+        """
+        if not self.caching or not request.reads_prefix_cache:
             return []
         hits: list[int] = []
         parent, size, tokens = ROOT, self.block_size, request.tokens
@@ -49,7 +56,7 @@ class KVManager:
                 break
             hits.append(entry.blocks[0])
             parent = entry.entry_id
-        return hits
+        return hits[:-1] if self._drops_last_hit else hits
 
     def admit(
         self, request: SchedulerRequest, num_tokens: int, hits: Sequence[int], now: float, *, spare: int, reserved: int
@@ -111,4 +118,5 @@ class KVManager:
             for item in request.encoder_inputs
             if item.offset < start + self.block_size and start < item.offset + item.length
         )
-        return (engine_request.lora, engine_request.cache_salt if index == 0 else None, items)
+        lora, salt = engine_request.lora, engine_request.cache_salt if index == 0 else None
+        return (lora, salt, items) if lora is not None or salt is not None or items else None

@@ -106,6 +106,7 @@ class Replay:
                 core.reset_prefix_cache(record.now, record.preempt_running)
             case EffectsTaken():
                 core.take_effects()
+                core.take_kv_events()  # nobody wants them here
 
     def _plan(self, record: Planned) -> None:
         replayed = self.core.schedule(record.now)

@@ -56,6 +56,7 @@ class RequestExtras(msgspec.Struct, frozen=True):
 
     encoder_inputs: tuple[EncoderInput, ...] = ()
     needs_grammar: bool = False
+    prompt_logprobs: bool = False  # wanted for the whole prompt, so the whole prompt is computed
 
 
 NO_EXTRAS = RequestExtras()
@@ -85,6 +86,7 @@ class SchedulerRequest:
         "num_prompt_tokens",
         "num_registered",
         "order",
+        "reads_prefix_cache",
         "request_id",
         "reserves_rest",
         "starved",
@@ -123,6 +125,7 @@ class SchedulerRequest:
         self.num_registered = 0  # leading blocks that the prefix cache knows
         self.cache_parent = 0  # prefix-cache entry of the last of them
         self.block_extra = bool(request.lora is not None or request.cache_salt is not None or extras.encoder_inputs)
+        self.reads_prefix_cache = not (request.skip_prefix_cache or extras.prompt_logprobs)
         self.num_cached_tokens = 0
         self.ticket: Ticket | None = request.ticket  # until the release obligation is discharged or handed over
         self.load_phase = LoadPhase.NONE

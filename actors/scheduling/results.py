@@ -90,7 +90,8 @@ def _apply_rows(state: SchedulerState, step: ScheduledStep, result: StepResult, 
             # Rejected drafts; or, if there is no token at all, the whole row was for nothing.
             request.num_computed_tokens = max(request.num_computed_tokens - (expected - count), 0)
         if request.encoder_inputs:
-            state.encoder.release_passed(request, request.num_computed_tokens - request.num_placeholders)
+            num_new = count if asynchronous else 0  # not confirmed yet, as the reference counts
+            state.encoder.release_passed(request, request.num_computed_tokens - request.num_placeholders - num_new)
         if not tokens:
             continue
         num_cached = request.num_cached_tokens if request.num_output_tokens == 0 else 0

@@ -16,6 +16,7 @@ from actors.scheduling.step import ScheduledStep
 def schedule_running(state: SchedulerState, step: ScheduledStep, now: float) -> None:
     config, running, kv = state.config, state.running, state.kv
     threshold, max_model_len, block_size = config.long_prefill_token_threshold, config.max_model_len, config.block_size
+    lookahead = kv.num_lookahead
     index = 0
     while index < len(running) and step.budget > 0:
         request = running[index]
@@ -44,9 +45,11 @@ def schedule_running(state: SchedulerState, step: ScheduledStep, now: float) -> 
 
         assert request.grant is not None
         block_ids = request.grant.block_ids
-        num_missing = -(-(computed + count) // block_size) - len(block_ids)
+        num_missing = -(-(computed + count + lookahead) // block_size) - len(block_ids)
         new_blocks: list[int] = []
         if num_missing > 0:
+            if lookahead:  # not beyond the context
+                num_missing = kv.num_blocks_for(computed + count + lookahead) - len(block_ids)
             if num_missing > kv.pool.num_free:
                 index, outcome = _make_room(state, step, request, num_missing, index, now)
                 if outcome == "ended":
@@ -121,7 +124,7 @@ def _make_room(
         if victim is request and not running and not kv.can_ever_hold(request):
             running.append(victim)
             text = (
-                f"{len(request.tokens)} tokens need {kv.num_blocks_for(len(request.tokens))} blocks,"
+                f"{len(request.tokens)} tokens need {kv.num_blocks_for(len(request.tokens) + kv.num_lookahead)} blocks,"
                 f" the pool has {kv.pool.usable_blocks}: use a larger KV pool"
             )
             state.end(request, FinishReason.ERROR, now, RefusalReason.EXCEEDS_KV_CAPACITY, text)

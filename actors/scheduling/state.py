@@ -42,7 +42,7 @@ class SchedulerState:
         self.waiting = self._new_queue()
         self.skipped_waiting = self._new_queue()
         self.kv = KVManager(config)
-        self.encoder = EncoderCache(config.encoder_cache)
+        self.encoder = EncoderCache(config)
         self.transfers = TransferBook(self)
         self.in_flight: dict[int, ScheduledStep] = {}  # oldest first
         self.early_results: dict[int, tuple[StepResult, BadBlocks]] = {}  # an older step's has not come

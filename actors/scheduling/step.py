@@ -83,7 +83,9 @@ class ScheduledStep:
         for column in (self.counts, self.computed, self.epochs, self.sampled, self.new_block_counts):
             del column[row]
 
-    def plan(self, dropped_request_ids: tuple[str, ...]) -> StepPlan:
+    def plan(
+        self, dropped_request_ids: tuple[str, ...] = (), dropped_encoder_outputs: tuple[str, ...] = ()
+    ) -> StepPlan:
         return StepPlan(
             step=self.step,
             request_ids=tuple([request.request_id for request in self.requests]),
@@ -94,4 +96,5 @@ class ScheduledStep:
             new_block_ids=int32(self.new_blocks),
             new_requests=tuple(self.new_requests),
             dropped_request_ids=dropped_request_ids,
+            dropped_encoder_outputs=dropped_encoder_outputs,
         )

@@ -6,6 +6,8 @@ including the null block. Where the row is marked as checked, its values were ob
 
 from __future__ import annotations
 
+import pytest
+
 from actors.configuration import SchedulerConfiguration
 from actors.messages.errors import RefusalReason
 from actors.messages.plan import StepResult
@@ -13,9 +15,10 @@ from actors.messages.request import EngineRequest
 from actors.messages.transfer import BlocksLanded, GrantLease, LeaseGranted, TransferOrder
 from actors.scheduling.connector import NOTHING_REMOTE, RemoteMatch
 from actors.scheduling.core import SchedulerCore
+from actors.scheduling.kv_events import AllBlocksCleared, BlockRemoved, BlocksStored
 from actors.scheduling.kv_manager import KVManager
 from actors.scheduling.orders import int32
-from actors.scheduling.request import NO_EXTRAS, SchedulerRequest
+from actors.scheduling.request import NO_EXTRAS, EncoderInput, RequestExtras, SchedulerRequest
 from tests.scheduling.builders import core_of, counts, outputs, request_of, result_of, run_step, ticket_of
 from tests.scheduling.simulated import ints
 
@@ -78,6 +81,52 @@ def test_row_08_the_stop_reason_is_the_stop_id() -> None:
     assert told == [((42,), None, None), ((2,), None, None), ((7,), None, None), ((42,), "stop", 42)]
 
 
+def test_row_12_the_plan_names_the_encoder_outputs_that_were_evicted() -> None:
+    """Budget, cache and T are 512: three prompts of 400 with 300 of an encoder's at 50."""
+    core = core_of(block_size=16, max_num_batched_tokens=512, encoder_budget=512, encoder_cache=512, kv_connector=False)
+    for place, name in enumerate(("r1", "r2", "r3")):
+        core.add(request_of(name, 400, 1000 * place), 0.0, RequestExtras((EncoderInput(f"of {name}", 50, 300),)))
+    first = core.schedule(0.0)
+    assert (counts(first), first.dropped_encoder_outputs) == ({"r1": 400, "r2": 50, "r3": 50}, ())
+    core.apply(result_of(first), 0.0)
+    second = core.schedule(0.0)
+    assert (counts(second), second.dropped_encoder_outputs) == ({"r1": 1, "r2": 350}, ("of r1",))
+    assert [item.hash for item in core.last_step.encoder_runs["r2"]] == ["of r2"]
+    assert [request.request_id for request in core.running] == ["r1", "r2", "r3"]
+    core.apply(result_of(second), 0.0)
+    assert core.schedule(0.0).dropped_encoder_outputs == ("of r2",), "each is named once"
+
+
+@pytest.mark.parametrize(("whole", "chunks"), [(True, [200, 400]), (False, [512, 88])])
+def test_row_13_an_encoder_input_is_computed_as_a_whole(whole: bool, chunks: list[int]) -> None:
+    """T=512: a prompt of 600, 400 of them an encoder's from 200 on. The row's values, and those without the key."""
+    core = core_of(
+        block_size=16,
+        max_num_batched_tokens=512,
+        encoder_budget=512,
+        encoder_cache=512,
+        disable_chunked_mm_input=whole,
+        kv_connector=False,
+    )
+    core.add(request_of("a", 600), 0.0, RequestExtras((EncoderInput("x", 200, 400),)))
+    assert [run_step(core)["a"] for _ in chunks] == chunks
+
+
+def test_row_13_an_encoder_input_longer_than_a_step_goes_in_parts() -> None:
+    """T=8, the item at [9, 17). EAGLE looks at it from 8 on: there the reference waits for ever for a chunk of 9."""
+    core = core_of(
+        max_num_batched_tokens=8,
+        encoder_budget=8,
+        encoder_cache=8,
+        drafter="eagle",
+        num_spec_tokens=1,
+        disable_chunked_mm_input=True,
+        kv_connector=False,
+    )
+    core.add(request_of("a", 20), 0.0, RequestExtras((EncoderInput("x", 9, 8),)))
+    assert [run_step(core)["a"] for _ in range(3)] == [8, 8, 4]
+
+
 def test_row_24_a_request_larger_than_the_pool_does_not_hold_up_the_others() -> None:
     """N=11, BS=4: 60 tokens need 15 blocks of 10. The reference plans empty steps for ever."""
     core = core_of(usable_blocks=10, reserve_full_sequence=True, kv_connector=False)
@@ -87,6 +136,57 @@ def test_row_24_a_request_larger_than_the_pool_does_not_hold_up_the_others() -> 
     (refused, first) = outputs(core)
     assert (refused.request_id, refused.error) == ("a", RefusalReason.EXCEEDS_KV_CAPACITY.value)
     assert (first.request_id, first.token_ids) == ("b", (7,))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "num_blocks"), [("draft_model", [3, 3, 3, 4]), ("eagle", [3, 3, 3, 4]), ("ngram", [2, 2, 3, 3])]
+)
+def test_row_25_a_drafter_that_is_a_model_gets_slots_for_its_proposals(drafter: str, num_blocks: list[int]) -> None:
+    """Lookahead 3, BS=4: 7 tokens take 3 blocks, the 8th none; two blocks are full then. n-gram looks nothing ahead."""
+    core = core_of(num_spec_tokens=3, drafter=drafter, prefix_caching=True, kv_connector=False)
+    core.add(request_of("a", 7), 0.0)
+    tables, registered = [], []
+    for _ in range(4):
+        run_step(core)
+        request = core.live("a")
+        assert request is not None
+        tables.append(len(request.block_ids))
+        registered.append(request.num_registered)
+    assert tables == num_blocks
+    assert registered == [1, 2, 2, 2]
+
+
+def test_row_25_no_slots_beyond_the_context_and_none_for_a_load() -> None:
+    """16 tokens of context are 4 blocks, although 14 + 4 would be 5. A load gets the blocks of what it loads."""
+    keys = {"num_spec_tokens": 4, "drafter": "draft_model", "max_model_len": 16}
+    core = core_of(**keys, kv_connector=False)
+    core.add(request_of("a", 13), 0.0)
+    for _ in range(2):
+        run_step(core)
+    assert len(table(core, "a")) == 4
+    core = core_of(**keys)
+    core.add(request_of("a", 8, ticket=ticket_of(8)), 0.0)
+    core.schedule(0.0)
+    assert len(table(core, "a")) == 2
+    request = core.live("a")
+    assert request is not None
+    assert request.grant is not None
+    core.apply(BlocksLanded("a", request.grant.generation), 1.0)
+    core.schedule(1.0)
+    assert len(table(core, "a")) == 3, "8 known and 4 ahead"
+
+
+@pytest.mark.parametrize("chunk", [6, 64])
+def test_row_25_a_pool_without_room_for_the_lookahead_ends_the_request(chunk: int) -> None:
+    """4 blocks of 4: 14 tokens fit, 14 + 3 do not. Chunk by chunk it would begin, lose its blocks and begin again."""
+    core = core_of(
+        usable_blocks=4, max_num_batched_tokens=chunk, num_spec_tokens=3, drafter="eagle", kv_connector=False
+    )
+    core.add(request_of("a", 14), 0.0)
+    for _ in range(6):
+        run_step(core)
+    (refused,) = outputs(core)
+    assert (refused.request_id, refused.error) == ("a", RefusalReason.EXCEEDS_KV_CAPACITY.value)
 
 
 def test_row_31_what_a_pause_leaves_to_do() -> None:
@@ -169,6 +269,62 @@ def test_row_47_a_refused_admission_changes_nothing() -> None:
     assert q.block_ids == [1, 2, 3, 6, 7]
 
 
+@pytest.mark.parametrize(("drafter", "cached"), [("eagle", [8, 4]), ("draft_model", [12, 8])])
+def test_row_48_eagle_computes_the_last_block_of_a_hit_again(drafter: str, cached: list[int]) -> None:
+    """BS=4, 16 tokens known to the cache: of 13 and 12, EAGLE finds 8 and 4; another drafter 12 and 8."""
+    core = core_of(num_spec_tokens=1, drafter=drafter, prefix_caching=True, kv_connector=False)
+    core.add(request_of("warm", 16, max_tokens=1), 0.0)
+    run_step(core)
+    found = []
+    for length in (13, 12):
+        core.add(request_of(f"of {length}", length, max_tokens=1), 0.0)
+        run_step(core)
+        found.append(core.last_step.cached[f"of {length}"])
+    assert found == cached
+
+
+def test_row_49_an_encoder_input_isolates_only_the_blocks_that_it_touches() -> None:
+    """BS=4, the item at [5, 8): its request hits the first block of one that is all text."""
+    core = core_of(prefix_caching=True, encoder_budget=8, encoder_cache=8, kv_connector=False)
+    core.add(request_of("text", 9, max_tokens=1), 0.0)
+    run_step(core)
+    core.add(request_of("picture", 9, max_tokens=1), 0.0, RequestExtras((EncoderInput("x", 5, 3),)))
+    assert run_step(core) == {"picture": 5}
+    assert core.last_step.cached == {"picture": 4}
+
+
+def test_row_50_prompt_log_probabilities_need_the_whole_prompt_computed() -> None:
+    """BS=4, 8 tokens: nothing is hit, though the cache knows both blocks. What is computed is registered, too."""
+    core = core_of(usable_blocks=9, prefix_caching=True, kv_connector=False)
+    core.add(request_of("warm", 8, max_tokens=1), 0.0)
+    run_step(core)
+    core.add(request_of("a", 8), 0.0, RequestExtras(prompt_logprobs=True))
+    assert run_step(core) == {"a": 8}
+    assert core.last_step.cached == {}
+    entries = core._state.kv.cache.entries
+    assert sorted(entry.blocks for entry in entries.values()) == [[1, 3], [2, 4]]
+
+
+def test_row_51_what_the_prefix_cache_says_of_itself() -> None:
+    """N=4, BS=4: 12 tokens; they are free; 9 other tokens take all 3 blocks."""
+    core = core_of(usable_blocks=3, prefix_caching=True, kv_events=True, kv_connector=False)
+    core.add(request_of("a", 12, max_tokens=1), 0.0)
+    run_step(core)
+    (stored,) = core.take_kv_events()
+    assert isinstance(stored, BlocksStored)
+    assert (len(stored.block_hashes), stored.parent_hash, stored.token_ids) == (3, None, tuple(range(12)))
+    core.add(request_of("b", 9, 100, max_tokens=1), 0.0)
+    run_step(core)
+    *removed, other = core.take_kv_events()
+    first, second, third = stored.block_hashes
+    assert removed == [BlockRemoved(third), BlockRemoved(second), BlockRemoved(first)], "the tail goes first"
+    assert isinstance(other, BlocksStored)
+    assert (len(other.block_hashes), other.token_ids) == (2, tuple(range(100, 108)))
+    assert core.reset_prefix_cache(0.0)
+    assert core.take_kv_events() == [AllBlocksCleared()]
+    assert core.take_kv_events() == []
+
+
 def test_row_52_the_second_table_begins_with_the_blocks_of_the_first() -> None:
     core = core_of(usable_blocks=99, block_size=16, prefix_caching=True, kv_connector=False)
     core.add(request_of("a", 70), 0.0)
@@ -177,6 +333,10 @@ def test_row_52_the_second_table_begins_with_the_blocks_of_the_first() -> None:
     assert table(core, "a") == [1, 2, 3, 4, 5]
     assert table(core, "b") == [1, 2, 3, 4, 6]
     assert core.num_free_blocks == 93
+    assert core.num_common_prefix_blocks == 4
+    core.add(request_of("c", 20, 500), 0.0)
+    core.schedule(0.0)
+    assert core.num_common_prefix_blocks == 0, "c shares nothing"
 
 
 def test_row_55_one_question_and_one_load() -> None:

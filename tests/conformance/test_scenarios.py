@@ -16,7 +16,7 @@ RANDOM = sorted((FOLDER / "random").glob("*.json"))
 
 
 def test_the_scenarios_are_here() -> None:
-    assert (len(FILES), len(ROWS), len(RANDOM)) == (54, 40, 100)
+    assert (len(FILES), len(ROWS), len(RANDOM)) == (54, 43, 100)
 
 
 @pytest.mark.parametrize("file", [*FILES, *ROWS, *RANDOM], ids=lambda file: file.stem)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from actors.messages.lease import Ticket, prompt_digest
 from actors.messages.plan import StepPlan, StepResult
@@ -25,6 +26,7 @@ from actors.messages.transfer import (
     LeaseExpired,
     LeaseGranted,
     LoadBlocks,
+    PeerLost,
     ReleaseTicket,
     RevokeLease,
     TransferFailed,
@@ -33,7 +35,9 @@ from actors.messages.transfer import (
 )
 from actors.scheduling.orders import int32
 
-GARBAGE = ("garbage",)
+GARBAGE = ("garbage",)  # nobody may read it
+BAD = ("bad",)  # a load of the step did not bring it, as the step's result says: whoever reads it computes more of it
+BAD_TOKEN = -666  # drawn from BAD: the core may not publish it
 Slots = dict[tuple[int, int], tuple[object, ...]]
 
 
@@ -43,6 +47,15 @@ def ints(column: bytes) -> list[int]:
 
 def plain(request_id: str, position: int) -> tuple[object, ...]:
     return ()
+
+
+class InStepLoad(NamedTuple):
+    """Positions [start, end) are brought by the step itself before it computes, but for the blocks `bad`."""
+
+    request_id: str
+    start: int
+    end: int
+    bad: tuple[int, ...]  # indexes into the block table
 
 
 class SimulatedWorker:
@@ -63,7 +76,10 @@ class SimulatedWorker:
         self.block_size = block_size
         self.memory = memory
         self._sample, self._accept, self._depends_on = sample, accept, depends_on
+        self.is_strict = True  # every position that is read must hold the KV of its token
         self.plans: deque[StepPlan] = deque()
+        self.loads: dict[int, list[InStepLoad]] = {}  # step -> what it loads
+        self.known: dict[int, dict[str, int]] = {}  # step -> request whose tokens were taken back -> how many it has
         self.tokens: dict[str, list[int]] = {}
         self.blocks: dict[str, list[int]] = {}
 
@@ -75,6 +91,8 @@ class SimulatedWorker:
         for new in plan.new_requests:
             self.tokens[new.request_id] = ints(new.token_ids)
             self.blocks[new.request_id] = []
+        for request_id, number in self.known.pop(plan.step, {}).items():
+            del self.tokens[request_id][number:]
         columns = zip(
             plan.request_ids,
             ints(plan.num_scheduled_tokens),
@@ -86,35 +104,52 @@ class SimulatedWorker:
         new_blocks = ints(plan.new_block_ids)
         sampled: list[int] = []
         num_tokens: list[int] = []
+        rows = []
         for request_id, count, computed, num_sampled, num_new in columns:
             assert count >= 1
             self.blocks[request_id] += new_blocks[:num_new]
             del new_blocks[:num_new]
+            rows.append((request_id, computed, count, num_sampled))
+        for load in self.loads.pop(plan.step, ()):
+            self._load(load)
+        for request_id, computed, count, num_sampled in rows:
             row = self._run_row(request_id, computed, count, num_sampled)
             sampled += row
             num_tokens.append(len(row))
         assert new_blocks == []
         return StepResult(plan.step, int32(num_tokens), int32(sampled))
 
+    def _load(self, load: InStepLoad) -> None:
+        tokens, blocks = self.tokens[load.request_id], self.blocks[load.request_id]
+        for position in range(load.start, load.end):
+            is_bad = position // self.block_size in load.bad
+            self.memory[self._slot(blocks, position)] = BAD if is_bad else self._kv(load.request_id, tokens, position)
+
     def _run_row(self, request_id: str, computed: int, count: int, num_sampled: int) -> list[int]:
         tokens, blocks = self.tokens[request_id], self.blocks[request_id]
         assert 0 not in blocks, "the null block is read"
         if num_sampled:
             computed = min(computed, len(tokens) - 1)
-        num_drafts = max(num_sampled - 1, 0)
+        num_drafts = max(min(num_sampled, count) - 1, 0)  # with `trim_padding` they are as many as said
         drafts = [self._sample() for _ in range(num_drafts)]
         assert computed + count <= len(tokens) + num_drafts, f"{request_id}: tokens scheduled that nobody knows"
+        is_bad = False
         for position in range(computed):
             found = self.memory.get(self._slot(blocks, position))
-            assert found == self._kv(request_id, tokens, position), f"{request_id}: wrong KV at {position}: {found}"
+            is_bad |= found == BAD
+            if self.is_strict and not is_bad:
+                assert found == self._kv(request_id, tokens, position), f"{request_id}: wrong KV at {position}: {found}"
         computing = [*tokens, *drafts]
         for position in range(computed, computed + count):
-            self.memory[self._slot(blocks, position)] = self._kv(request_id, computing, position)
+            kv = BAD if is_bad else self._kv(request_id, computing, position)
+            self.memory[self._slot(blocks, position)] = kv
         if not num_sampled:
             return []
         # The last known token was computed: only then is there a next one.
         assert computed + count == len(tokens) + num_drafts
         new = [*drafts[: self._accept(num_drafts)], self._sample()]
+        if is_bad:
+            new = [BAD_TOKEN] * len(new)
         tokens += new
         return new
 
@@ -176,7 +211,7 @@ class SimulatedTransfers:
                 else:
                     ticket = self.ticket(self.prompt_of[request_id], 1_000_000 + order.generation)
                     self.due.append(LeaseGranted(request_id, order.generation, ticket))
-                    end = rng.choice([BlocksSent, LeaseExpired])
+                    end = BlocksSent if rng.random() < 0.5 else LeaseExpired
                     self.due.append(end(request_id, order.generation))
             case RevokeLease():
                 pass  # ends in the LeaseExpired (or BlocksSent) that is due already
@@ -200,8 +235,9 @@ class SimulatedTransfers:
                     self.writing.pop(report.generation)
             case BlocksQuiet():
                 self._garble(report.generation)
-                if not any(
-                    isinstance(other, TransferFailed) and other.generation == report.generation for other in self.due
+                if any(
+                    isinstance(other, TransferFailed) and other.generation == report.generation
+                    for other in self.delivered
                 ):
                     self.writing.pop(report.generation)
             case BlocksSent() | LeaseExpired():
@@ -211,8 +247,11 @@ class SimulatedTransfers:
         self.delivered.append(report)
         return report
 
-    def lose(self, place: int) -> None:
-        del self.due[place]
+    def lose(self, place: int) -> int:
+        """Its generation: what the report would have freed is never free again."""
+        report = self.due.pop(place)
+        assert not isinstance(report, PeerLost)
+        return report.generation
 
     def write_something(self) -> None:
         """Bytes of loads under way land at any time: whoever owns these blocks meanwhile is wrong."""

@@ -150,6 +150,20 @@ def test_quarantined_blocks_stay_away_until_they_are_quiet() -> None:
     assert (core.num_free_blocks, core.stats().late_events_total) == (8, 1)
 
 
+def test_a_failure_that_is_quiet_already_needs_no_quarantine() -> None:
+    """The two reports of one READ may overtake each other: no second BlocksQuiet would ever free the blocks."""
+    core, order = parked(usable_blocks=8, kv_load_failure_policy="recompute")
+    core.apply(BlocksQuiet("a", order.generation), 3.0)
+    core.check()
+    assert core.num_free_blocks == 5, "it has not ended yet"
+    core.apply(TransferFailed("a", order.generation, "deadline", quarantined=True), 4.0)
+    core.check()
+    assert (core.stats().blocks_quarantined, core.stats().late_events_total) == (0, 0)
+    assert run_step(core, 4.0) == {"a": 10}
+    core.abort("a", 5.0)
+    assert core.num_free_blocks == 8
+
+
 def test_quarantine_keeps_the_local_prefix_with_the_request() -> None:
     core = core_of(prefix_caching=True, usable_blocks=10, kv_load_failure_policy="recompute")
     core.add(request_of("warm", 9, max_tokens=1), 0.0)

@@ -41,6 +41,7 @@ def test_every_input_of_the_core_is_recorded() -> None:
         "next_deadline",
         "stats",
         "story",
+        "take_kv_events",
     }
     methods = {
         name for name, _ in inspect.getmembers(SchedulerCore, inspect.isfunction) if not name.startswith("_")

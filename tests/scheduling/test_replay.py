@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 class RecordedMachine(SchedulerMachine):
     """The state machine, on a core that records; at the end of every run a replay must come to the same."""
 
+    gives_malformed = False  # what raises when it is recorded raises when it is replayed
+
     def new_core(self) -> SchedulerCore:
         self.records: list[Record] = []
         return RecordedCore(self.config, self.records.append)

@@ -219,7 +219,7 @@ def test_the_head_is_not_failed_while_a_skipped_request_may_still_be_promoted() 
     assert [output.request_id for output in outputs(core)] == ["gated", "head"]
 
 
-def test_the_head_is_not_failed_while_the_engine_is_paused_or_blocks_may_come_back() -> None:
+def test_the_head_is_not_failed_while_the_engine_is_paused() -> None:  # or blocks may come back: test_liveness.py
     core = core_of(usable_blocks=3, kv_connector=False)
     core.add(request_of("head", 13), 0.0)
     core.pause("new")
