@@ -68,7 +68,7 @@ class CpuKernels:
 
     @property
     def has_own_products(self) -> bool:
-        """Of bfloat16 weights; a row's result then depends on the row alone. oneDNN multiplies elsewhere, and where AMX is."""
+        """Of bfloat16 weights: a row's result then depends on the row alone. With AMX, oneDNN's are faster."""
         return bool(self._library.kvyard_multiplies())
 
     def linear(self, weight: torch.Tensor) -> Linear:
