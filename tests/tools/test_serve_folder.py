@@ -69,7 +69,7 @@ def url(model_and_folder: tuple[Any, Path], tmp_path_factory: pytest.TempPathFac
             assert process.poll() is None, "kvyard serve ended"
             return bool(get_json(f"http://127.0.0.1:{port}/v1/models")["data"]) and answers(port, "/ready")
 
-        wait_for("the engine is ready", ready, 60.0)
+        wait_for("the engine is ready", ready, 120.0)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
