@@ -82,7 +82,11 @@ class Team {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of whoever loaded us
-    std::thread([this] { help(); }).detach();
+    std::thread helper([this] { help(); });
+#ifdef __linux__
+    pthread_setname_np(helper.native_handle(), "kvyard-helper");
+#endif
+    helper.detach();
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
