@@ -26,7 +26,7 @@ Key = tuple[str, str]  # process, thread
 
 
 class Accounts(NamedTuple):
-    """At one moment: seconds on a core and ready without one, by thread; steps so far and their time, plan to result."""
+    """At one moment: seconds on a core, and ready without one, by thread; steps so far, and their time in all."""
 
     at: float
     on_core: dict[Key, float]
