@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 
 import anyio
@@ -52,8 +53,12 @@ class EngineActors:
         tasks: TaskGroup,
         observer: Observer,
         watchdog: Watchdog,
+        meanwhile: Callable[[], None],
     ) -> EngineActors:
-        """Returns when the worker has loaded the weights. Raises ConfigurationError, with no worker left."""
+        """Returns when the worker has loaded the weights; `meanwhile` is called while it does.
+
+        Raises ConfigurationError, or what `meanwhile` raises, with no worker left.
+        """
         max_model_len = context_limit(configuration, description)
         capacity = kv_capacity(configuration, description)
         settings = worker_settings(configuration, description, capacity)
@@ -85,6 +90,7 @@ class EngineActors:
             scheduler.connect(admission.address, worker.executor, worker.transfer)
             await system.start(admission)
             await system.start(scheduler)
+            meanwhile()
             ready = await worker.ready()
             watchdog.warmed_up(ready.seconds_per_token)
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import AsyncIterable
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -21,8 +22,9 @@ from actors.messages.errors import ConfigurationError, KvyardError
 from actors.messages.model import ModelDescription
 from actors.worker_settings import EXIT_FAILED
 from api.engine import Engine
-from api.openai.app import make_app
-from api.serving import serve
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +48,33 @@ async def _run_engine(
     told_to_end, starting = anyio.Event(), anyio.CancelScope()
     actors: EngineActors | None = None
     failure: str | None = None
+    app: web.Application | None = None
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks, ActorSystem() as system:
             max_model_len = context_limit(configuration, description)
             engine = Engine(configuration, description, max_model_len, capacity, kv_secret, watchdog, system.health)
             tasks.start_soon(_hear, signals, told_to_end, starting)
+
+            def make_endpoint() -> None:
+                # Half a second of imports and the tokenizer, while the worker loads the weights.
+                nonlocal app
+                from api.openai.app import make_app
+
+                app = make_app(engine)
+
             with starting:
-                actors = await EngineActors.start(configuration, description, system, tasks, engine.metrics, watchdog)
-            if actors is None:
+                actors = await EngineActors.start(
+                    configuration, description, system, tasks, engine.metrics, watchdog, make_endpoint
+                )
+            if actors is None or app is None:
                 tasks.cancel_scope.cancel()
                 return 0
             try:
                 engine.admission, engine.transport = actors.admission, actors.transport
                 engine.worker_pids = [actors.worker.pid]
-                runner, port = await serve(
-                    make_app(engine), configuration.host, configuration.port, shutdown_timeout=ANSWERS_END_S
-                )
+                from api.serving import serve
+
+                runner, port = await serve(app, configuration.host, configuration.port, shutdown_timeout=ANSWERS_END_S)
                 engine.ready = True
                 log.info("engine_ready %s port=%d transport=%s", _identity(configuration), port, actors.transport)
                 failure = await _until_end(told_to_end, actors)

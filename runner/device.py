@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -57,7 +57,8 @@ class Device:
         self.dtype = _DTYPES[dtype]
         self.is_cpu = name == "cpu"
         self.is_asynchronous = not self.is_cpu  # work is queued: to look at a value is to wait for all of it
-        torch.set_num_threads(threads or available_cores())
+        self._threads = threads or available_cores()
+        torch.set_num_threads(self._threads)
         # torch allows this once per process, before any parallel work; a second runner in a process keeps the first's.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
@@ -67,6 +68,19 @@ class Device:
         else:
             # TF32 would make float32 inexact.
             torch.backends.cuda.matmul.allow_tf32 = False
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around the loading of weights: on one thread, for it is many small operations, between which others would
+        wake up and sleep again; afterwards the temporaries' memory, which no step needs, is the system's again."""
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
+            if self.is_cpu:
+                with contextlib.suppress(OSError, AttributeError):
+                    ctypes.CDLL(None).malloc_trim(0)
 
     def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         """The array on the device; the copy does not make the host wait."""

@@ -56,7 +56,7 @@ class ModelRunner:
         self._random_seed, self._clock = random_seed, clock
         self._context_length = description.context_length
         self._geometry = Geometry(description.num_heads, description.num_kv_heads, description.num_layers, block_size)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._device.loading():
             self._model: LlamaModel | TransformersModel
             if description.modelling == "transformers":
                 self._model = TransformersModel(description, self._device)

@@ -20,6 +20,7 @@ from api.router.waits import Waits
 log = logging.getLogger(__name__)
 
 TIMEOUT_INTERVALS = 5  # an engine that is only busy answers within this many probe intervals
+AWAITED_SECONDS = 0.1  # between two probes of an engine that has never answered
 LOADING_SECONDS = 60.0  # from the router's start
 
 
@@ -49,11 +50,16 @@ class Prober:
             await self.probe(url)
             self._probed.set()
             self._probed = anyio.Event()
-            await anyio.sleep(self._interval)
+            # A port that nobody listens on answers at once, so the first answer may be looked out for.
+            awaited = self._is_loading() and not self._answered.get(url)
+            await anyio.sleep(min(self._interval, AWAITED_SECONDS) if awaited else self._interval)
+
+    def _is_loading(self) -> bool:
+        return self._clock() - self._started < LOADING_SECONDS
 
     def _log_changes(self) -> None:
         """One line for each engine that is waited for, comes, goes, or loses its partners."""
-        is_loading = self._clock() - self._started < LOADING_SECONDS
+        is_loading = self._is_loading()
         for engine in self._fleet.listing():
             if engine.url not in self._answered:
                 continue

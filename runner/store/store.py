@@ -18,11 +18,10 @@ import msgspec
 
 from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
-from runner.store import describe_folder, describe_gguf
+from runner.store import describe_folder
 from runner.store.cache import appearing_folder, default_cache, locked, remembered_sha256, writable
 from runner.store.catalogue import KNOWN_MODELS
 from runner.store.fetch import fetched
-from runner.weights.gguf_header import read_gguf_header
 
 # Part of every key: raise it when what is written into the folders changes.
 _CONVERSION = 2
@@ -60,10 +59,23 @@ def resolve(model: str, cache: Path | None = None, progress: Callable[[str], Non
     )
 
 
+def is_in_place(model: str, cache: Path | None = None) -> bool:
+    """Whether `resolve` is sure to take some milliseconds only. Known ids alone can be told so quickly."""
+    cache = default_cache() if cache is None else cache
+    known = KNOWN_MODELS.get(model)
+    if known is None or not (cache / "weights" / known.model_id / known.file_name).exists():
+        return False
+    return _read(_folder(cache, known.sha256)) is not None
+
+
 def _resolve_gguf(weights: Path, default_id: str, cache: Path, progress: Callable[[str], None]) -> ModelDescription:
     digest = remembered_sha256(weights, cache)
 
     def convert() -> tuple[ModelDescription, dict[str, str]]:
+        # Only here: NumPy and `gguf` cost whoever finds the model converted a quarter of a second.
+        from runner.store import describe_gguf
+        from runner.weights.gguf_header import read_gguf_header
+
         header = read_gguf_header(weights)
         return describe_gguf.describe_gguf(header, digest, default_id), describe_gguf.tokenizer_files(header)
 
@@ -106,7 +118,7 @@ def _converted(
     name: str,
     progress: Callable[[str], None],
 ) -> ModelDescription:
-    folder = cache / "models" / f"{key[:32]}-{_CONVERSION}"
+    folder = _folder(cache, key)
     description = _read(folder)
     if description is None:
         with locked(cache, folder.name), writable(cache):
@@ -120,6 +132,10 @@ def _converted(
                         (work / file_name).write_text(content)
                     (work / _DESCRIPTION).write_bytes(msgspec.json.encode(description))
     return msgspec.structs.replace(description, folder=str(folder))
+
+
+def _folder(cache: Path, key: str) -> Path:
+    return cache / "models" / f"{key[:32]}-{_CONVERSION}"
 
 
 def _read(folder: Path) -> ModelDescription | None:

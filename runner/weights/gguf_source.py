@@ -1,17 +1,17 @@
-"""Weights of a GGUF file: dequantised by the `gguf` package's own functions, under their Hugging Face names."""
+"""Weights of a GGUF file, dequantised, under their Hugging Face names."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 
 from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
 from runner.device import Device
+from runner.weights.dequantize import dequantized
 from runner.weights.gguf_header import read_gguf_header
 from runner.weights.source import WeightSource
 
@@ -65,16 +65,11 @@ class GGUFSource(WeightSource):
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        if tensor.quantization is gguf.GGMLQuantizationType.F32:
-            values = raw.view(np.float32).reshape(tensor.shape)
-        else:
-            try:
-                by_rows = raw.reshape(*tensor.shape[:-1], -1)
-                values = gguf.quants.dequantize(by_rows, tensor.quantization)
-            except (NotImplementedError, ValueError) as error:
-                raise ConfigurationError(
-                    f"{self._path}: tensor {name} is in {tensor.quantization.name}, which cannot be read: {error}"
-                ) from error
-        weight = torch.from_numpy(np.array(values, np.float32))
+        try:
+            weight = dequantized(raw, tensor.shape, tensor.quantization, self._device.dtype)
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigurationError(
+                f"{self._path}: tensor {name} is in {tensor.quantization.name}, which cannot be read: {error}"
+            ) from error
         heads = self._heads.get(name.split(".")[-2])
         return weight if heads is None or weight.ndim != 2 else rotary_halves_apart(weight, heads)

@@ -22,7 +22,7 @@ from actors.messages.model import ModelDescription
 from runner.model_runner import ModelRunner
 from runner.store.catalogue import KnownModel
 from runner.store.fetch import fetched
-from runner.store.store import resolve
+from runner.store.store import is_in_place, resolve
 from tools.fetch_model import fetch_model
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +40,18 @@ def test_the_default_model(description: ModelDescription) -> None:
     assert description.default_id == "smollm2-135m-instruct"
     assert description.kv_layout("bfloat16", 16).block_bytes == 16 * 23_040
     assert "<|im_start|>" in (Path(description.folder) / "chat_template.jinja").read_text()
+
+
+def test_whether_the_default_model_is_in_place(description: ModelDescription, tmp_path: Path) -> None:
+    assert is_in_place(description.default_id)
+    assert not is_in_place(description.default_id, tmp_path)
+    assert not is_in_place("no-such-model")
+
+
+def test_what_finds_a_model_in_place_costs_no_heavy_import(description: ModelDescription) -> None:
+    code = "import sys; from runner.store.store import resolve; resolve(sys.argv[1]); print('numpy' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code, description.default_id], capture_output=True, text=True)
+    assert said.stdout == "False\n"
 
 
 def test_the_default_tokenizer(description: ModelDescription) -> None:

@@ -9,7 +9,7 @@ import anyio
 
 from tools.deployment.plan import Deployment, Member
 
-POLL_S = 0.2
+POLL_S = 0.05
 ANSWER_S = 5.0
 
 

@@ -19,6 +19,7 @@ import msgspec
 from actors.configuration import EngineConfiguration, UpConfiguration
 from actors.kernel.process import spawn
 from actors.messages.errors import ConfigurationError
+from runner.store.store import is_in_place
 from tools.deployment.addresses import check_free, free_ports
 from tools.deployment.inquiry import ANSWER_S, Inquiry
 from tools.deployment.plan import ENGINE_HOST, KVYARD, deployment_of, engine_roles
@@ -36,9 +37,10 @@ async def run_deployment(up: UpConfiguration, engine: EngineConfiguration, comma
     if up.port == 0:
         up = msgspec.structs.replace(up, port=free_ports(1, up.host, seed)[0])
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        code = await _fetch_model([*command, "fetch-model", "--", engine.model], signals)
-        if code is not None:
-            return code
+        if not is_in_place(engine.model):
+            code = await _fetch_model([*command, "fetch-model", "--", engine.model], signals)
+            if code is not None:
+                return code
         with secret_file() as path:
             deployment = deployment_of(
                 up,

@@ -192,8 +192,8 @@ def test_a_member_that_cannot_start_ends_all(member: str, code: int) -> None:
         assert any(f"kvyard up: {member} cannot start" in line for line in running.log)
 
 
-def test_without_a_model_nothing_is_started() -> None:
-    with up(FAKE_EXIT="fetch-model:1") as running:
+def test_without_a_model_nothing_is_started(tmp_path: Path) -> None:
+    with up(FAKE_EXIT="fetch-model:1", KVYARD_CACHE=str(tmp_path)) as running:
         assert running.end() == 1
         assert running.log == ["the reason why\n"]
 
