@@ -131,7 +131,7 @@ def markdown(found: Profile, machine: str) -> str:
     lines += ["| stage | ms | floor ms | times its floor |", "|---|--:|--:|--:|"]
     for stage, seconds in medians.items():
         floor = found.floors.get(stage)
-        beside = "| |" if floor is None else f" {_ms(floor)} | {seconds / floor:.1f} |"
+        beside = " | |" if floor is None else f" {_ms(floor)} | {seconds / floor:.1f} |"
         lines.append(f"| {stage} | {_ms(seconds)} |{beside}")
     lines += [
         "",
