@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tools.bench.processes import Server, free_port, running, server
-from tools.bench.rows import Measured, Row
+from tools.bench.rows import Measured, Row, failed
 
 THROUGHPUT, FIRST_TOKEN = "Output token throughput (tok/s)", "Median TTFT (ms)"
 SEEDS_PER_LOAD, WARM_UP_SEED = 1000, 999
@@ -90,9 +90,9 @@ def compare(peers: Peers, loads: Mapping[Row, Load], rounds: int) -> Iterator[tu
                     measured = _in_turn(peers, loads[row], (ours.url, theirs.url), rounds, seeds[row])
                     done += 1
                     yield row, measured
-        except RuntimeError as error:
+        except Exception as error:
             for row in rows[done:]:
-                yield row, Measured(missing=f"failed: {str(error).splitlines()[0]}")
+                yield row, failed(error)
 
 
 def _in_turn(peers: Peers, load: Load, urls: Sequence[str], rounds: int, seed: int) -> Measured:
@@ -103,7 +103,7 @@ def _in_turn(peers: Peers, load: Load, urls: Sequence[str], rounds: int, seed: i
         for index in range(rounds):
             for url in urls if index % 2 == 0 else reversed(urls):
                 figures[url].append(peers.load(url, load, seed + index))
-    except RuntimeError as error:
-        return Measured(missing=f"failed: {str(error).splitlines()[0]}")
+    except Exception as error:
+        return failed(error)
     ours, theirs = figures.values()
     return Measured(tuple(ours), tuple(theirs))

@@ -47,6 +47,11 @@ class Measured(msgspec.Struct, frozen=True):
 Measure = Callable[[int], Measured]  # of a number of rounds
 
 
+def failed(error: Exception) -> Measured:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return Measured(missing=f"failed: {lines[0]}")
+
+
 def verdict(row: Row, measured: Measured) -> str:
     if measured.missing:
         return measured.missing
@@ -62,6 +67,7 @@ def figure(value: float) -> str:
 
 
 COLUMNS = ("work", "against", "kvyard", "theirs", "ratio", "rounds", "goal", "floor", "verdict")
+_TEXTS = ("work", "against", "verdict")
 
 
 def cells(row: Row, measured: Measured) -> tuple[str, ...]:
@@ -74,14 +80,25 @@ def cells(row: Row, measured: Measured) -> tuple[str, ...]:
     theirs = ratio = ""
     if row.against:
         theirs, ratio = figure(statistics.median(measured.theirs)), f"{statistics.median(judged):.2f}"
-    spread = " – ".join(f"{value:.2f}" for value in (min(judged), max(judged)))
+    spread = " – ".join(figure(value) for value in (min(judged), max(judged)))
     return (work, row.against, figure(statistics.median(measured.ours)), theirs, ratio, spread, *limits)
 
 
 def markdown(rows: dict[Row, Measured]) -> str:
-    """The table as docs/benchmarks.md has it, with what is to be said of single rows below."""
-    align = ("---", "---", *["--:"] * 5, "--:", "---")
-    lines = [COLUMNS, align, *(cells(row, measured) for row, measured in rows.items())]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """The table as docs/benchmarks.md has it, with what is to be said of single rows below. Columns are aligned."""
+    lines = [COLUMNS, *(cells(row, measured) for row, measured in rows.items())]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "| " + " | ".join(_padded(*cell) for cell in zip(COLUMNS, line, widths, strict=True)) + " |" for line in lines
+    ]
+    rule = (
+        ("-" * width if name in _TEXTS else "-" * (width - 1) + ":")
+        for name, width in zip(COLUMNS, widths, strict=True)
+    )
+    text.insert(1, "| " + " | ".join(rule) + " |")
     notes = [f"- {row.work}: {measured.note}" for row, measured in rows.items() if measured.note]
-    return "\n".join([table, *(["", *notes] if notes else [])]) + "\n"
+    return "\n".join([*text, *(["", *notes] if notes else [])]) + "\n"
+
+
+def _padded(column: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if column in _TEXTS else cell.rjust(width)

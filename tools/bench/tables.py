@@ -1,7 +1,7 @@
 """`python -m tools.bench.tables`: the figures of the project beside what was agreed, and the same at other lengths.
 
 Every row is measured in the same run as what stands beside it; what cannot be measured says why. Progress goes to
-stderr row by row, the tables to stdout, as the markdown that docs/benchmarks.md has.
+stderr row by row, with every round's figures, the tables to stdout: the markdown that docs/benchmarks.md has.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import click
 
 from tools.bench.goals import AGREED_LOADS, AGREED_OWN, OTHER_LOADS
 from tools.bench.peers import Load, Peers, compare
-from tools.bench.rows import Measure, Measured, Row, cells, markdown
+from tools.bench.rows import Measure, Measured, Row, cells, failed, markdown
 
 NO_PEERS = "skipped: needs PEER and PEERS"
 TABLES: dict[str, tuple[Mapping[Row, Load], Mapping[Row, Measure]]] = {
     "agreed": (AGREED_LOADS, AGREED_OWN),
-    "other lengths": (OTHER_LOADS, {}),
+    "other-lengths": (OTHER_LOADS, {}),
 }
 KEYS = [row.key for loads, own in TABLES.values() for row in (*loads, *own)]
 
@@ -36,8 +36,8 @@ def measured(
     for row, measure in own.items():
         try:
             yield row, measure(rounds)
-        except RuntimeError as error:
-            yield row, Measured(missing=f"failed: {str(error).splitlines()[0]}")
+        except Exception as error:
+            yield row, failed(error)
 
 
 def machine(cpuinfo: str) -> str:
@@ -71,34 +71,33 @@ def main(
     peers = Peers(installed, scripts) if installed and scripts else None
     if peers is None:
         click.echo(f"rows against other engines are {NO_PEERS}, see docs/benchmarks.md", err=True)
-    texts, failed = [], False
-    for name in names:
+    tables: dict[str, dict[Row, Measured]] = {name: {} for name in names}
+    for name, found in tables.items():
         loads, own = TABLES[name]
         if only:
             loads = {row: load for row, load in loads.items() if row.key in only}
             own = {row: measure for row, measure in own.items() if row.key in only}
-        found: dict[Row, Measured] = {}
         for row, figures in measured(loads, own, rounds, peers):
             found[row] = figures
-            failed |= figures.missing.startswith("failed")
-            click.echo(
-                f"{row.key}: {' | '.join(cells(row, figures)[2:])}  {list(figures.ours)} {list(figures.theirs)}",
-                err=True,
-            )
-        if found:
-            texts.append(f"### {name.capitalize()}, {rounds} rounds\n\n{markdown(found)}")
-    text = "\n".join([*texts, f"Machine: {machine(Path('/proc/cpuinfo').read_text())}. `{_command()}`\n"])
-    click.echo(text)
-    if path is not None:
-        path.write_text(text)
-    sys.exit(1 if failed else 0)
+            values = f"{list(figures.ours)} {list(figures.theirs)}"
+            click.echo(f"{row.key}: {' | '.join(cells(row, figures)[2:])}  {values}", err=True)
+            if path is not None:  # row by row: hours are not lost to whatever ends this
+                path.write_text(text(tables, command(names, only, rounds)))
+    click.echo(text(tables, command(names, only, rounds)))
+    missed = [row.key for found in tables.values() for row, figures in found.items() if "failed" in figures.missing]
+    if missed:
+        sys.exit(f"failed: {', '.join(missed)}")
 
 
-def _command() -> str:
-    hidden = ("--peer=", "--peers=")
-    return shlex.join(
-        ["python", "-m", "tools.bench.tables", *(word for word in sys.argv[1:] if not word.startswith(hidden))]
-    )
+def text(tables: Mapping[str, dict[Row, Measured]], line: str) -> str:
+    parts = [f"### {name.replace('-', ' ').capitalize()}\n\n{markdown(rows)}" for name, rows in tables.items() if rows]
+    return "\n".join([*parts, f"Machine: {machine(Path('/proc/cpuinfo').read_text())}. `{line}`\n"])
+
+
+def command(names: Sequence[str], only: Sequence[str], rounds: int) -> str:
+    """What was run, without where this machine keeps things."""
+    chosen = [f"--only={key}" for key in only] + [f"--table={name}" for name in names if len(names) < len(TABLES)]
+    return shlex.join(["python", "-m", "tools.bench.tables", *chosen, f"--rounds={rounds}"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tools.bench.peers import FIRST_TOKEN, THROUGHPUT, Load, Peers, compare, fig
 from tools.bench.processes import Server
 from tools.bench.rows import Measured, Row
 from tools.bench.step_ratio import Times
-from tools.bench.tables import machine, measured
+from tools.bench.tables import command, machine, measured
 from tools.bench.waiting import Sample, sample_of, share
 
 CLIENT = """\
@@ -96,6 +96,13 @@ def test_the_step_s_limit_is_the_sum_of_each_turn_s_parts() -> None:
 def test_the_machine_in_words() -> None:
     cpuinfo = "model name\t: EPYC\nflags\t\t: fpu avx2 avx512f\n" * 2
     assert machine(cpuinfo) == "2 × EPYC, AVX2, AVX-512, no AVX-512 BF16, no AMX"
+
+
+def test_the_command_says_nothing_of_this_machine() -> None:
+    assert command(["agreed", "other-lengths"], [], 5) == "python -m tools.bench.tables --rounds=5"
+    assert command(["other-lengths"], ["start"], 1) == (
+        "python -m tools.bench.tables --only=start --table=other-lengths --rounds=1"
+    )
 
 
 A = Row(key="a", work="a", unit="tokens/s", against="peer")
