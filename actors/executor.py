@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
+from collections.abc import Callable
 
 import anyio
 
@@ -23,11 +25,17 @@ from actors.worker_settings import EXECUTOR_WINDOW
 class ExecutorActor(Actor[StepPlan]):
     mailbox_size = EXECUTOR_WINDOW
 
-    def __init__(self, runner: Runs, thread: SerialThread, results: Address[StepResult | StepFailed]) -> None:
+    def __init__(
+        self,
+        runner: Runs,
+        thread: SerialThread,
+        results: Address[StepResult | StepFailed],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`thread`: the one that made the runner; it ends with the actor."""
         super().__init__("executor")
         self._results = results
-        self._pipeline = Pipeline(runner, thread, self._from_thread)
+        self._pipeline = Pipeline(runner, thread, self._from_thread, clock)
         self._outcomes: deque[StepResult | StepError] = deque()
         self._arrival = anyio.Event()
         # Plans that have no result yet; beyond them the mailbox fills up and its senders wait.

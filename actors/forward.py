@@ -4,6 +4,9 @@ Plans wait in the forward thread's own queue, so a step starts the moment the on
 the event loop is doing. A step that is done when its launch returns, as always on a CPU, is handed on at once; else
 the collecting thread, started for the first of them, waits for it while the next ones are launched.
 
+Each result says how long nothing was under way before its step. Where the device does the work, a step counts as under
+way until it has been collected.
+
 Invariant: outcomes come in the order of the plans; after the first failure, or `stop`, nothing is launched any more
 and nothing follows.
 """
@@ -13,10 +16,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import ParamSpec, Protocol, TypeVar
+
+import msgspec
 
 from actors.messages.plan import StepPlan, StepResult
 
@@ -94,7 +100,13 @@ class SerialThread(Executor):
 
 
 class Pipeline:
-    def __init__(self, runner: Runs, forward: SerialThread, deliver: Callable[[StepResult | StepError], None]) -> None:
+    def __init__(
+        self,
+        runner: Runs,
+        forward: SerialThread,
+        deliver: Callable[[StepResult | StepError], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`forward`: the thread that made the runner (torch's thread settings are its own). `deliver` is called on
         either thread, never on both at once."""
         self._runner, self._forward, self._deliver = runner, forward, deliver
@@ -103,6 +115,7 @@ class Pipeline:
         self._broken = False  # a launch has raised: nothing is launched any more
         # Each written by one thread only: steps that the collecting thread was given, and that it has handed on.
         self._num_given = self._num_collected = 0
+        self._clock, self._idle_since = clock, clock()
 
     def submit(self, plan: StepPlan) -> None:
         """Never waits."""
@@ -120,31 +133,34 @@ class Pipeline:
     def _launch(self, plan: StepPlan) -> None:
         if self._over or self._broken:
             return
+        nothing_under_way = self._num_given == self._num_collected
+        waited = self._clock() - self._idle_since if nothing_under_way else 0.0
         step: StepUnderWay
         try:
             step = self._runner.launch(plan)
         except BaseException as error:
             step, self._broken = _Unlaunched(error), True
         if step.done and self._num_given == self._num_collected:
-            self._collect(plan.step, step)
+            self._collect(plan.step, step, waited)
         else:
             if self._collecting is None:
                 self._collecting = SerialThread("collect")
             self._num_given += 1
-            self._collecting.submit(self._collect_given, plan.step, step)
+            self._collecting.submit(self._collect_given, plan.step, step, waited)
 
-    def _collect_given(self, number: int, step: StepUnderWay) -> None:
-        self._collect(number, step)
+    def _collect_given(self, number: int, step: StepUnderWay, waited: float) -> None:
+        self._collect(number, step, waited)
         self._num_collected += 1
 
-    def _collect(self, number: int, step: StepUnderWay) -> None:
+    def _collect(self, number: int, step: StepUnderWay, waited: float) -> None:
         if self._over:
             return
         try:
-            outcome: StepResult | StepError = step.result()
+            outcome: StepResult | StepError = msgspec.structs.replace(step.result(), waited_s=waited)
         except BaseException as error:
             self._over = True
             outcome = StepError(number, error)
+        self._idle_since = self._clock()
         self._deliver(outcome)
 
     def _end(self, idle: Future[None]) -> None:

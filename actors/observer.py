@@ -10,6 +10,9 @@ from actors.messages.stats import EngineStats
 class Observer(Protocol):
     def stats_changed(self, stats: EngineStats) -> None: ...
     def step_completed(self, num_tokens: int, num_requests: int, seconds: float) -> None: ...
+    def executor_worked(self, busy: float, idle: float, idle_although_runnable: float) -> None:
+        """Seconds of one step and of the wait before it; the second kind of waiting is part of the first."""
+
     def load_ended(self, outcome: str, seconds: float, num_bytes: int) -> None:
         """outcome: "landed" | "failed" | "recomputed"."""
 

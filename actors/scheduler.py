@@ -15,6 +15,7 @@ import anyio
 import msgspec
 
 from actors.health import Watchdog
+from actors.idleness import Idleness
 from actors.kernel.actor import Actor
 from actors.kernel.address import Address
 from actors.kernel.reply import Reply
@@ -95,6 +96,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._core, self._clock, self._observer, self._watchdog = core, clock, observer, watchdog
         self._failed_load = "recomputed" if recompute_failed_loads else "failed"
         self._depth = depth
+        self._idleness = Idleness()
         self._pausing = Pausing(core)
         self._step_log = step_log
         self._in_flight: dict[int, Dispatched] = {}
@@ -148,6 +150,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 continue  # it may have preempted only: then it can plan again, else nothing is runnable any more
             self._in_flight[plan.step] = Dispatched(plan, planned, self._clock())
             self._watchdog.step_dispatched(plan.step, plan.num_tokens, now)
+            self._idleness.step_dispatched(plan.step, now)
             await self._executor.tell(plan)
         await self._deliver()
         self._pausing.after_delivery(len(self._in_flight))
@@ -168,6 +171,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._returned.append((step, now))
         self._watchdog.step_completed(result.step, now)
         self._observer.step_completed(step.plan.num_tokens, len(step.plan.request_ids), now - step.planned)
+        busy = result.execute_s + result.sample_s
+        in_vain = self._idleness.step_completed(result.step, result.waited_s, busy, now)
+        self._observer.executor_worked(busy, result.waited_s, in_vain)
 
     async def _deliver(self) -> None:
         outputs: list[RequestOutput] = []
@@ -208,6 +214,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         should_admit = stats.paused == "none" and stats.waiting > 0 and nobody_holds
         should_run = stats.paused != "all" and (stats.running > 0 or should_admit)
         self._watchdog.runnable(should_run and not self._in_flight, now)
+        self._idleness.runnable(should_run, now)
         if stats != self._stats:
             self._stats = stats
             self._watchdog.quarantined(stats.blocks_quarantined)

@@ -62,6 +62,13 @@ class EngineMetrics:
         )
         self._step = Histogram("kvyard_step_seconds", "Steps, plan to result", buckets=STEP, registry=registry)
         self._step_tokens = Counter("kvyard_step_tokens", "Tokens computed in steps", registry=registry)
+        self._busy = Counter("kvyard_executor_busy_seconds", "Forward passes and sampling", registry=registry)
+        self._idle = Counter(
+            "kvyard_executor_idle_seconds",
+            "No step was under way, although requests could have run or because none could",
+            ["work"],
+            registry=registry,
+        )
         self._step_log_failed = Gauge(
             "kvyard_step_log_failed", "1 when the step log could not be written any more", registry=registry
         )
@@ -71,6 +78,8 @@ class EngineMetrics:
         ).set(1)
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
+        for work in ("runnable", "none"):
+            self._idle.labels(work)
         for outcome in LOAD_OUTCOMES:
             self._loads.labels(outcome)
         self._stats = _StatsCollector()
@@ -106,6 +115,11 @@ class EngineMetrics:
     def step_completed(self, num_tokens: int, num_requests: int, seconds: float) -> None:
         self._step.observe(seconds)
         self._step_tokens.inc(num_tokens)
+
+    def executor_worked(self, busy: float, idle: float, idle_although_runnable: float) -> None:
+        self._busy.inc(busy)
+        self._idle.labels("runnable").inc(idle_although_runnable)
+        self._idle.labels("none").inc(idle - idle_although_runnable)
 
     def load_ended(self, outcome: str, seconds: float, num_bytes: int) -> None:
         self._loads.labels(outcome).inc()

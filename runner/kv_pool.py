@@ -33,6 +33,9 @@ class KVPool:
                 # of mmap, would not get the large ones.
                 with contextlib.suppress(OSError, AttributeError):
                     self._memory.madvise(mmap.MADV_HUGEPAGE)
+                # What people wrote is nothing for a core dump, which 1 GiB would only make slow.
+                with contextlib.suppress(OSError, AttributeError):
+                    self._memory.madvise(mmap.MADV_DONTDUMP)
                 self.tensor = torch.frombuffer(self._memory, dtype=device.dtype).view(shape)
             else:
                 self.tensor = torch.zeros(shape, dtype=device.dtype, device=device.torch)

@@ -53,6 +53,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sampled_token_ids: bytes  # int32[sum(num_sampled)]
     execute_s: float = 0.0  # forward pass
     sample_s: float = 0.0
+    waited_s: float = 0.0  # before it was launched, with no step under way: the executor had nothing to do
 
 
 class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import anyio
@@ -133,14 +134,15 @@ class Executor(ExecutorActor):
 class House:
     """A system with an ExecutorActor in it. When it is left every thread has to be gone."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.clock = clock
         self.runner, self.thread = runner, SerialThread("forward")
         self.system, self.results = ActorSystem(), Results()
 
     async def __aenter__(self) -> House:
         await self.system.__aenter__()
         await self.system.start(self.results)
-        self.actor = Executor(self.runner, self.thread, self.results.address)
+        self.actor = Executor(self.runner, self.thread, self.results.address, self.clock)
         self.executor = await self.system.start(self.actor)
         return self
 
@@ -172,6 +174,26 @@ async def test_a_device_that_is_done_costs_no_second_thread() -> None:
         await house.results.until(lambda: len(house.results.all) == 3)
     assert house.runner.names == [f"{what} {step}" for step in range(3) for what in ("launch", "collect")]
     assert len({thread for _, thread in house.runner.events}) == 1
+
+
+async def test_a_result_says_how_long_nothing_was_under_way_before_its_step() -> None:
+    """The clock goes on by a second whenever it is looked at: when a step begins and when it is over."""
+    async with House(Runner(gated=False), clock=count(0.0).__next__) as house:
+        for step in range(2):
+            await house.executor.tell(plan(step))
+        await house.results.until(lambda: len(house.results.all) == 2)
+    assert [result.waited_s for result in house.results.all if isinstance(result, StepResult)] == [1.0, 1.0]
+
+
+async def test_a_step_launched_behind_one_that_the_device_still_computes_has_not_waited() -> None:
+    async with House(Runner(asynchronous=True), clock=count(0.0).__next__) as house:
+        for step in range(2):
+            await house.executor.tell(plan(step))
+        await reached(house.runner.launched[1])
+        for step in range(2):
+            house.runner.collected[step].open()
+        await house.results.until(lambda: len(house.results.all) == 2)
+    assert [result.waited_s for result in house.results.all if isinstance(result, StepResult)] == [1.0, 0.0]
 
 
 async def test_a_waiting_plan_starts_without_the_event_loop() -> None:

@@ -1,74 +1,56 @@
-"""`python -m tools.bench.peers`: kvyard against vLLM's CPU build and llama.cpp's server, with vLLM's own client.
+"""The servers that kvyard is measured against, loaded in turn with ours by a client that none of us wrote.
 
-Needs two folders: PEER, where the peers are installed, and PEERS, whose setup.sh installed them and whose serve.sh and
-load.sh start and load them. Both servers of a comparison stand side by side and are loaded in turn.
+Needs two folders: PEER, where vLLM's CPU build and llama.cpp are installed, and PEERS, whose setup.sh installed them
+and whose serve.sh and load.sh start and load them. Both servers of a comparison stand side by side all the time. No two
+loads of a server share their prompts, but those of a round are the same for both, so no prefix cache helps either.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import statistics
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import click
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from tools.bench.processes import Server, free_port, running, server
+from tools.bench.rows import Measured, Row, failed
 
 THROUGHPUT, FIRST_TOKEN = "Output token throughput (tok/s)", "Median TTFT (ms)"
-UNITS = {THROUGHPUT: "tokens/s", FIRST_TOKEN: "ms to the first token"}
+SEEDS_PER_LOAD, WARM_UP_SEED = 1000, 999
+STORED = ("--model={gguf}", "--weights=stored")  # the peer's own file, computed on as it is
 
 
-class Work(msgspec.Struct, frozen=True):
-    """One line of the table. `goal` and `floor` are ratios of kvyard's figure to the peer's."""
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """`flags` are for kvyard; "{gguf}" in them is llama.cpp's model file."""
 
     peer: str  # "vllm" | "llama"
     concurrency: int
     prompts: int
     input_len: int
     output_len: int
+    spread: float = 0.0  # lengths are drawn evenly from (1 ± spread) of these
     figure: str = THROUGHPUT
-    goal: float | None = None
-    floor: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.concurrency} at once, {self.input_len} in, {self.output_len} out, {UNITS[self.figure]}"
-
-    def verdict(self, ratio: float) -> str:
-        if self.goal is None or self.floor is None:
-            return ""
-        better = ratio.__le__ if self.figure == FIRST_TOKEN else ratio.__ge__
-        return "goal" if better(self.goal) else "floor" if better(self.floor) else "below its floor"
-
-
-AGREED = (
-    Work("vllm", 16, 48, 256, 128, goal=2.6, floor=2.0),
-    Work("vllm", 1, 4, 256, 128, goal=3.0, floor=2.0),
-    Work("vllm", 1, 8, 1024, 4, figure=FIRST_TOKEN, goal=0.5, floor=0.8),
-    Work("vllm", 64, 128, 128, 64, goal=3.0, floor=2.0),
-)
-# Nothing is tuned to the lengths above: the same with others.
-OTHER_LENGTHS = (
-    Work("vllm", 16, 32, 32, 256),
-    Work("vllm", 16, 32, 2048, 16),
-    Work("vllm", 4, 16, 500, 100),
-)
-TABLES = {"agreed": AGREED, "other": OTHER_LENGTHS}
+    flags: tuple[str, ...] = ()
 
 
 class Peers:
     def __init__(self, installed: str, scripts: str) -> None:
-        self._scripts = Path(scripts).resolve()
-        self._environment = {**os.environ, "PEER": str(Path(installed).resolve())}
+        self._installed, self._scripts = Path(installed).resolve(), Path(scripts).resolve()
+        self._environment = {**os.environ, "PEER": str(self._installed)}
         self._environment.pop("PYTHONPATH", None)
+
+    def flags(self, load: Load) -> list[str]:
+        """Raises RuntimeError when the file is not there, or not the only one."""
+        if not any("{gguf}" in flag for flag in load.flags):
+            return list(load.flags)
+        files = sorted((self._installed / "gguf").glob("*.gguf"))
+        if len(files) != 1:
+            raise RuntimeError(f"{self._installed / 'gguf'} holds {len(files)} .gguf files, one is needed")
+        return [flag.format(gguf=files[0]) for flag in load.flags]
 
     @contextmanager
     def serving(self, peer: str) -> Iterator[Server]:
@@ -77,60 +59,51 @@ class Peers:
         with server(command, f"http://127.0.0.1:{port}", "/health", environment=self._environment) as started:
             yield started
 
-    def load(self, url: str, work: Work, seed: int) -> float:
-        """The work's figure. Raises RuntimeError unless every request completed."""
-        numbers = (work.concurrency, work.prompts, work.input_len, work.output_len)
-        command = ["bash", str(self._scripts / "load.sh"), url, *map(str, numbers), "--seed", str(seed)]
+    def load(self, url: str, load: Load, seed: int) -> float:
+        """The load's figure. Raises RuntimeError unless every request completed."""
+        numbers = (load.concurrency, load.prompts, load.input_len, load.output_len)
+        more = ["--seed", str(seed)] + (["--random-range-ratio", f"{load.spread:g}"] if load.spread else [])
+        command = ["bash", str(self._scripts / "load.sh"), url, *map(str, numbers), *more]
         result = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
-        figures = dict(re.findall(r"^(.+?):\s+([\d.]+)\s*$", result.stdout, re.MULTILINE))
-        if float(figures.get("Successful requests", 0)) != work.prompts:
+        figures = figures_of(result.stdout)
+        if figures.get("Successful requests") != load.prompts:
             raise RuntimeError(f"{' '.join(command)}: not all completed\n{result.stdout}{result.stderr[-2000:]}")
-        return float(figures[work.figure])
+        return figures[load.figure]
 
 
-def compare(
-    peers: Peers, works: Sequence[Work], rounds: int, flags: Sequence[str]
-) -> Iterator[tuple[Work, list[float], list[float]]]:
-    """(work, kvyard's figures, the peer's), round by round in turn. One peer at a time stands beside kvyard."""
-    for peer in dict.fromkeys(work.peer for work in works):
-        with (
-            running("up", "--prefill=0", "--served-model-name=smol", *flags) as (ours, _),
-            peers.serving(peer) as theirs,
-        ):
-            for work in (work for work in works if work.peer == peer):
-                figures: dict[str, list[float]] = {ours: [], theirs.url: []}
-                for url in figures:
-                    peers.load(url, msgspec.structs.replace(work, prompts=work.concurrency), seed=999)  # warm
-                for index in range(rounds):
-                    for url in list(figures) if index % 2 == 0 else reversed(list(figures)):
-                        figures[url].append(peers.load(url, work, seed=index))
-                yield work, figures[ours], figures[theirs.url]
+def figures_of(report: str) -> dict[str, float]:
+    """The lines `name: number` of the client's report."""
+    return {name: float(value) for name, value in re.findall(r"^(.+?):\s+([\d.]+)\s*$", report, re.MULTILINE)}
 
 
-@click.command()
-@click.option("--peer", "installed", envvar="PEER", help="folder that setup.sh filled; also PEER")
-@click.option("--peers", "scripts", envvar="PEERS", help="folder of setup.sh, serve.sh and load.sh; also PEERS")
-@click.option("--table", "names", type=click.Choice(list(TABLES)), multiple=True, default=list(TABLES))
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--flag", "flags", multiple=True, help="passed on to kvyard up, such as --flag=--threads=2")
-def main(installed: str | None, scripts: str | None, names: Sequence[str], rounds: int, flags: Sequence[str]) -> None:
-    """Ratios of kvyard to its peers, medians of alternating rounds, beside what was agreed."""
-    if not installed or not scripts:
-        click.echo("skipped: the comparison with other engines needs --peer and --peers, or PEER and PEERS", err=True)
-        sys.exit(0)
-    peers = Peers(installed, scripts)
-    for name in names:
-        table = Table(title=f"{name}: {rounds} rounds {' '.join(flags)}")
-        for column in ("work", "peer", "kvyard", "theirs", "ratio", "goal", "floor", ""):
-            table.add_column(column, justify="left" if column in ("work", "peer", "") else "right")
-        for work, ours, theirs in compare(peers, TABLES[name], rounds, flags):
-            ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
-            cells = [f"{statistics.median(figures):.1f}" for figures in (ours, theirs)]
-            limits = ["" if limit is None else f"{limit:g}" for limit in (work.goal, work.floor)]
-            table.add_row(work.name, work.peer, *cells, f"{ratio:.2f}", *limits, work.verdict(ratio))
-            print(work.name, [round(value, 1) for value in ours], [round(value, 1) for value in theirs], flush=True)
-        Console().print(table)
+def compare(peers: Peers, loads: Mapping[Row, Load], rounds: int) -> Iterator[tuple[Row, Measured]]:
+    """Row by row; what cannot be measured says why. Rows of one peer and the same flags share their two servers."""
+    seeds = {row: index * SEEDS_PER_LOAD for index, row in enumerate(loads)}
+    pairs = dict.fromkeys((load.peer, load.flags) for load in loads.values())
+    for peer, flags in pairs:
+        rows = [row for row, load in loads.items() if (load.peer, load.flags) == (peer, flags)]
+        done = 0
+        try:
+            own = peers.flags(loads[rows[0]])
+            with running("up", "--prefill=0", "--served-model-name=smol", *own) as ours, peers.serving(peer) as theirs:
+                for row in rows:
+                    measured = _in_turn(peers, loads[row], (ours.url, theirs.url), rounds, seeds[row])
+                    done += 1
+                    yield row, measured
+        except Exception as error:
+            for row in rows[done:]:
+                yield row, failed(error)
 
 
-if __name__ == "__main__":
-    main()
+def _in_turn(peers: Peers, load: Load, urls: Sequence[str], rounds: int, seed: int) -> Measured:
+    figures: dict[str, list[float]] = {url: [] for url in urls}
+    try:
+        for url in urls:
+            peers.load(url, msgspec.structs.replace(load, prompts=load.concurrency), seed + WARM_UP_SEED)
+        for index in range(rounds):
+            for url in urls if index % 2 == 0 else reversed(urls):
+                figures[url].append(peers.load(url, load, seed + index))
+    except Exception as error:
+        return failed(error)
+    ours, theirs = figures.values()
+    return Measured(tuple(ours), tuple(theirs))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 KVYARD = (sys.executable, "-P", "-m", "tools.cli")
 START_S = 300.0
 STOP_S = 30.0
+POLL_S = 0.2
 
 
 def free_port() -> int:
@@ -43,21 +44,28 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running(command: str, *flags: str) -> Iterator[Server]:
+def running(
+    command: str, *flags: str, poll_s: float = POLL_S, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """`kvyard COMMAND FLAGS` on a free port, from when `/ready` says so. Its log goes to stderr."""
     port = free_port()
-    with server([*KVYARD, command, f"--port={port}", *flags], f"http://127.0.0.1:{port}", "/ready") as started:
+    line = [*KVYARD, command, f"--port={port}", *flags]
+    with server(line, f"http://127.0.0.1:{port}", "/ready", environment, poll_s) as started:
         yield started
 
 
 @contextmanager
 def server(
-    command: Sequence[str], url: str, ready: str, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    url: str,
+    ready: str,
+    environment: Mapping[str, str] | None = None,
+    poll_s: float = POLL_S,
 ) -> Iterator[Server]:
     """Any server that answers 200 on the path `ready` once it is; ended with the block."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     try:
-        _wait_ready(process, url + ready)
+        _wait_ready(process, url + ready, poll_s)
         yield Server(url, process)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -68,7 +76,7 @@ def server(
             process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], url: str, poll_s: float) -> None:
     end = time.monotonic() + START_S
     while time.monotonic() < end:
         if process.poll() is not None:
@@ -77,7 +85,7 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            time.sleep(poll_s)
     raise RuntimeError(f"{url} has not answered within {START_S:g} s")
 
 

@@ -1,43 +1,68 @@
 """`python -m tools.bench.serving`: two deployments on the same machine, taking turns.
 
-By default prefill/decode against aggregated; `--compare depth` has an engine that plans ahead against one that waits.
+By default prefill/decode against aggregated; `--compare depth` has an engine that plans ahead against one that waits,
+`--compare kernels` one with our kernels against one with plain torch, as on a machine without a compiler.
 
 Both deployments stand side by side all the time (an idle one costs about 1 % of a core), so a turn costs no start.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from tools.bench.processes import load, running
+from tools.bench.rows import Measured
+
+
+class Deployment(NamedTuple):
+    """Flags of `kvyard up`, and what it finds in its environment besides ours."""
+
+    flags: tuple[str, ...]
+    environment: dict[str, str] = {}  # noqa: RUF012  (never changed)
+
 
 # What is compared: each the deployment that is measured against, then the one of interest.
-COMPARISONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "arrangement": {"aggregated": ("--prefill=0", "--decode=1"), "prefill/decode": ("--prefill=1", "--decode=1")},
-    "depth": {"depth 1": ("--prefill=0", "--async-depth=1"), "depth 2": ("--prefill=0", "--async-depth=2")},
+COMPARISONS: dict[str, dict[str, Deployment]] = {
+    "arrangement": {
+        "aggregated": Deployment(("--prefill=0", "--decode=1")),
+        "prefill/decode": Deployment(("--prefill=1", "--decode=1")),
+    },
+    "depth": {
+        "depth 1": Deployment(("--prefill=0", "--async-depth=1")),
+        "depth 2": Deployment(("--prefill=0", "--async-depth=2")),
+    },
+    "kernels": {
+        "plain torch": Deployment(("--prefill=0",), {"KVYARD_KERNELS": "torch"}),
+        "native": Deployment(("--prefill=0",), {"KVYARD_KERNELS": "auto"}),
+    },
 }
 Reports = dict[str, list[dict[str, Any]]]
 
 
 def measure(
-    deployments: dict[str, tuple[str, ...]],
+    deployments: dict[str, Deployment],
     rounds: int,
     concurrency: int,
     requests: int,
     input_len: int,
     output_len: int,
-    flags: tuple[str, ...],
+    flags: tuple[str, ...] = (),
 ) -> Reports:
     """The reports of `kvyard load`, by deployment, one per round."""
     reports: Reports = {name: [] for name in deployments}
     with ExitStack() as stack:
-        urls = {name: stack.enter_context(running("up", *own, *flags))[0] for name, own in deployments.items()}
+        urls = {}
+        for name, deployment in deployments.items():
+            environment = {**os.environ, **deployment.environment}
+            started = stack.enter_context(running("up", *deployment.flags, *flags, environment=environment))
+            urls[name] = started.url
         for index in range(rounds):
             for name in list(urls) if index % 2 == 0 else list(reversed(urls)):
                 report = load(
@@ -50,6 +75,13 @@ def measure(
                 )
                 reports[name].append(report)
     return reports
+
+
+def disaggregated(rounds: int) -> Measured:
+    """Output tokens per second: prefill/decode, then aggregated."""
+    reports = measure(COMPARISONS["arrangement"], rounds, concurrency=16, requests=48, input_len=256, output_len=128)
+    aggregated, ours = (tuple(row["output_tokens_per_s"] for row in rows) for rows in reports.values())
+    return Measured(ours, aggregated)
 
 
 def table(title: str, reports: Reports) -> Table:

@@ -184,6 +184,7 @@ def test_the_metrics_are_an_observer() -> None:
     metrics = EngineMetrics(engine_id="x")
     observer: Observer = metrics
     observer.step_completed(100, 3, 0.05)
+    observer.executor_worked(busy=2.0, idle=0.75, idle_although_runnable=0.25)
     observer.blocks_sent(500)
     observer.lease_expired()
     observer.peer_lost("prefill-0")
@@ -191,6 +192,9 @@ def test_the_metrics_are_an_observer() -> None:
     value = metrics.registry.get_sample_value
     assert value("kvyard_step_seconds_sum") == 0.05
     assert value("kvyard_step_tokens_total") == 100
+    assert value("kvyard_executor_busy_seconds_total") == 2.0
+    assert value("kvyard_executor_idle_seconds_total", {"work": "runnable"}) == 0.25
+    assert value("kvyard_executor_idle_seconds_total", {"work": "none"}) == 0.5
     assert value("kvyard_kv_sent_bytes_total") == 500
     assert value("kvyard_leases_expired_total") == 1
     assert value("kvyard_peers_lost_total") == 1
