@@ -23,6 +23,7 @@ from actors.messages.model import ModelDescription
 from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
 from runner.device import Device
+from runner.kv_pool import KVPool
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
 
@@ -155,9 +156,10 @@ def plans(shape: Shape, vocabulary: int, round_: int) -> tuple[StepPlan, StepPla
     return first, again
 
 
-def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machine) -> dict[str, float]:
+def floors(shape: Shape, d: ModelDescription, pool: KVPool, machine: Machine) -> dict[str, float]:
     """Seconds. Activations are counted once in and once out."""
-    size, tokens = dtype.itemsize, shape.rows * shape.tokens
+    size, tokens = pool.dtype.itemsize, shape.rows * shape.tokens
+    token_bytes = pool.block_bytes / BLOCK_SIZE
     query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
     per_layer = d.hidden_size * (2 * query + 2 * key + 3 * d.intermediate_size)
     weights, head = d.num_layers * per_layer, d.vocab_size * d.hidden_size
@@ -169,9 +171,7 @@ def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machi
 
     return {
         "weight products": machine.floor(weights * size, 2.0 * weights * tokens),
-        "attention": machine.floor(
-            d.num_layers * shape.rows * end * 2 * key * size, 4.0 * d.num_layers * pairs * query
-        ),
+        "attention": machine.floor(shape.rows * end * token_bytes, 4.0 * d.num_layers * pairs * query),
         "rotation, KV write": machine.floor(activations(2 * query + 4 * key)),
         "norms": machine.floor(activations(8 * d.hidden_size)),
         "SwiGLU": machine.floor(activations(3 * d.intermediate_size)),
@@ -183,7 +183,7 @@ def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machi
 def products_alone(runner: ModelRunner, d: ModelDescription, tokens: int, rows: int) -> Callable[[], None]:
     """All weight products of a step, one after the other, and nothing else."""
     model: Any = runner._model
-    dtype = runner.kv_pool.tensor.dtype
+    dtype = runner.kv_pool.dtype
     hidden, heads = (
         torch.ones(tokens, d.hidden_size, dtype=dtype),
         torch.ones(tokens, d.num_heads * d.head_size, dtype=dtype),
@@ -219,7 +219,7 @@ def profile(runner: ModelRunner, d: ModelDescription, shape: Shape, machine: Mac
         watch.seconds = {}
         runner.launch(again)
         seen.append(watch.seconds)
-    return _table(shape, floors(shape, d, runner.kv_pool.tensor.dtype, machine), seen, steps, products)
+    return _table(shape, floors(shape, d, runner.kv_pool, machine), seen, steps, products)
 
 
 def _table(
@@ -250,13 +250,14 @@ def _table(
 @click.command()
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]))
 @click.option("--threads", default=0, help="0: all cores.")
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--only", type=click.Choice(["decode", "prefill"]))
 @click.option(
     "--trace", is_flag=True, help="Instead: one decode step as torch's profiler sees it, operator by operator."
 )
-def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, trace: bool) -> None:
+def main(model: str, dtype: str, kv_dtype: str, threads: int, rounds: int, only: str | None, trace: bool) -> None:
     """The stages of decode and prefill steps."""
     description = resolve(model)
     shapes = {"decode": DECODES, "prefill": PREFILLS}
@@ -264,7 +265,13 @@ def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, tr
     for shape in [shape for kind, group in shapes.items() if only in (None, kind) for shape in group]:
         num_blocks = 1 + shape.rows * -(-(shape.context + shape.tokens) // BLOCK_SIZE)
         runner = ModelRunner(
-            description, device="cpu", dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, threads=threads
+            description,
+            device="cpu",
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            threads=threads,
         )
         if trace:
             first, again = plans(shape, description.vocab_size, rounds)
