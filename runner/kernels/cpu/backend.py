@@ -67,14 +67,14 @@ class CpuKernels:
         return bool(self._library.kvyard_use_tier(tier.encode()))
 
     @property
-    def multiplies(self) -> bool:
-        """Whether products of bfloat16 are our own, so that a row's result depends on the row alone."""
+    def has_own_products(self) -> bool:
+        """Of bfloat16 weights: a row's result then depends on the row alone. With AMX, oneDNN's are faster."""
         return bool(self._library.kvyard_multiplies())
 
     def linear(self, weight: torch.Tensor) -> Linear:
-        """In bfloat16 our own product where it is the faster one, see `multiplies`."""
+        """In bfloat16 our own product where it is the faster one; a row's result then depends on the row alone."""
         outputs, inputs = weight.shape
-        if weight.dtype is not torch.bfloat16 or inputs % 2 or not self.multiplies:
+        if weight.dtype is not torch.bfloat16 or inputs % 2 or not self.has_own_products:
             return self._device.linear(weight)
         panels = self._large_pages.copy(torch.ops.kvyard.pack_weight.default(weight))
         multiply = torch.ops.kvyard.packed_linear.default
