@@ -109,7 +109,7 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         "auto"
     )
     device: Annotated[Literal["cpu", "cuda"], Meta(description="where the model runs")] = "cpu"
-    dtype: Annotated[DType, Meta(description="of weights, activations and KV cache")] = "bfloat16"
+    dtype: Annotated[DType, Meta(description="of weights, activations and, by default, KV cache")] = "bfloat16"
     kv_dtype: Annotated[
         KVDType, Meta(description="of the KV cache; auto: --dtype; int8 holds nearly twice the tokens of bfloat16")
     ] = "auto"

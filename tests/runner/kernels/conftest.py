@@ -54,12 +54,14 @@ class Inputs(msgspec.Struct):
     stored: torch.Tensor
     scales: torch.Tensor | None = None
 
-    def attention(self, layer: int) -> tuple[torch.Tensor | int | float | None, ...]:
+    def attention(self, layer: int) -> tuple[torch.Tensor | int | float, ...]:
         scale = self.pool.shape[-1] ** -0.5
-        return self.qkv, self.pool, self.block_tables, self.starts, self.contexts, layer, scale, self.scales
+        own = self.qkv, self.pool, self.block_tables, self.starts, self.contexts, layer, scale
+        return own if self.scales is None else (*own, self.scales)
 
-    def storing(self, layer: int) -> tuple[torch.Tensor | int | None, ...]:
-        return self.qkv, self.angles, self.positions, self.pool, self.stored, layer, self.scales
+    def storing(self, layer: int) -> tuple[torch.Tensor | int, ...]:
+        own = self.qkv, self.angles, self.positions, self.pool, self.stored, layer
+        return own if self.scales is None else (*own, self.scales)
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0, layer: int = 1) -> Inputs:
