@@ -147,7 +147,8 @@ def context_limit(configuration: EngineConfiguration, description: ModelDescript
 
 def kv_capacity(configuration: EngineConfiguration, description: ModelDescription) -> int:
     """Usable blocks of the KV pool; the null block comes on top. Raises ConfigurationError for less than one."""
-    block_bytes = description.kv_layout(configuration.dtype, configuration.block_size).block_bytes
+    layout = description.kv_layout(configuration.dtype, configuration.block_size, configuration.kv_dtype)
+    block_bytes = layout.block_bytes
     if configuration.kv_memory is None:
         one_context = math.ceil(context_limit(configuration, description) / configuration.block_size)
         return max(DEFAULT_KV_MEMORY // block_bytes, one_context)
@@ -211,6 +212,7 @@ def worker_settings(configuration: EngineConfiguration, description: ModelDescri
         epoch=configuration.epoch,
         device=configuration.device,
         dtype=configuration.dtype,
+        kv_dtype=configuration.kv_dtype,
         num_blocks=capacity + 1,
         block_size=configuration.block_size,
         threads=configuration.threads or len(os.sched_getaffinity(0)),

@@ -43,6 +43,7 @@ async def run_worker(settings: WorkerSettings) -> None:
         settings.description,
         device=settings.device,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
         threads=settings.threads,
@@ -59,7 +60,7 @@ async def run_worker(settings: WorkerSettings) -> None:
         transfer_actor = TransferActor(
             "transfer",
             memory=KVMemory(pool.address, settings.num_blocks, pool.block_bytes, pool.memory()),
-            layout=settings.description.kv_layout(settings.dtype, settings.block_size),
+            layout=settings.description.kv_layout(settings.dtype, settings.block_size, settings.kv_dtype),
             engine_id=settings.engine_id,
             epoch=settings.epoch,
             host=settings.kv_host,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from actors.configuration import Transport
+from actors.configuration import KVDType, Transport
 from actors.messages.model import ModelDescription
 
 EXECUTOR_WINDOW = 16  # plans
@@ -22,6 +22,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     device: str
     dtype: str
+    kv_dtype: KVDType
     num_blocks: int  # the null block included
     block_size: int
     threads: int

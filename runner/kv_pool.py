@@ -3,6 +3,11 @@
 Shape [num_blocks, kv_heads, layers, 2, block_size, head_size], 2 = key, value. Block 0 is the null block: rows that are
 only padding point at it. Invariant: every value is finite; `clear` is called on blocks before their first use, since
 a masked position still multiplies what lies there by zero.
+
+With `kv_dtype` "int8" the scales of kv_quantisation.py lie behind each head's share of a block, so that a block and a
+head's part of it stay contiguous, and the int8 of a tile begin and end with a cache line:
+
+    block | head 0: int8 [layers, 2, block_size, head_size], bfloat16 [layers, 2, block_size] | head 1: … |
 """
 
 from __future__ import annotations
@@ -15,16 +20,36 @@ import torch
 
 from actors.messages.errors import ConfigurationError
 from runner.device import Device
+from runner.kv_quantisation import dequantise
+
+_SCALE_BYTES = 2
 
 
 class KVPool:
     def __init__(
-        self, device: Device, *, num_blocks: int, kv_heads: int, layers: int, block_size: int, head_size: int
+        self,
+        device: Device,
+        *,
+        num_blocks: int,
+        kv_heads: int,
+        layers: int,
+        block_size: int,
+        head_size: int,
+        kv_dtype: str = "auto",
     ) -> None:
-        """Zeros; a CPU takes the memory as blocks are first used. Raises ConfigurationError when it is too much."""
+        """Zeros; a CPU takes the memory as blocks are first used. Raises ConfigurationError when it is too much.
+
+        `kv_dtype`: "auto" for the device's dtype, or "int8".
+        """
+        if kv_dtype not in ("auto", "int8"):
+            raise ConfigurationError(f"KV dtype {kv_dtype!r} is unknown; kvyard knows auto and int8")
+        quantised = kv_dtype == "int8"
+        self.dtype = device.dtype  # of what is put in and taken out
         shape = (num_blocks, kv_heads, layers, 2, block_size, head_size)
-        self.num_bytes = math.prod(shape) * device.dtype.itemsize
-        self.block_bytes = self.num_bytes // num_blocks
+        values = math.prod(shape[2:])  # of one head's share of a block
+        head_bytes = values + math.prod(shape[2:5]) * _SCALE_BYTES if quantised else values * device.dtype.itemsize
+        self.block_bytes = kv_heads * head_bytes
+        self.num_bytes = num_blocks * self.block_bytes
         self._memory: mmap.mmap | None = None
         try:
             if device.is_cpu:
@@ -36,21 +61,25 @@ class KVPool:
                 # What people wrote is nothing for a core dump, which 1 GiB would only make slow.
                 with contextlib.suppress(OSError, AttributeError):
                     self._memory.madvise(mmap.MADV_DONTDUMP)
-                self.tensor = torch.frombuffer(self._memory, dtype=device.dtype).view(shape)
+                self._bytes = torch.frombuffer(self._memory, dtype=torch.int8)
             else:
-                self.tensor = torch.zeros(shape, dtype=device.dtype, device=device.torch)
+                self._bytes = torch.zeros(self.num_bytes, dtype=torch.int8, device=device.torch)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigurationError(
                 f"a KV pool of {self.num_bytes / 2**30:.2f} GiB does not fit: {error}. Give a smaller --kv-memory"
             ) from error
-        # One row per (block, head, layer, key or value): block_size · head_size values, contiguous.
-        self.tiles = self.tensor.view(-1, block_size * head_size)
-        # One row per token of each of these.
-        self.rows = self.tensor.view(-1, head_size)
+        self._bytes = self._bytes.view(num_blocks, self.block_bytes)
+        self.scales: torch.Tensor | None = None  # bfloat16 [num_blocks, kv_heads, layers, 2, block_size]
+        if quantised:
+            heads = self._bytes.view(num_blocks, kv_heads, head_bytes)
+            self.tensor = torch.unflatten(heads[:, :, :values], 2, shape[2:])
+            self.scales = torch.unflatten(heads[:, :, values:].view(torch.bfloat16), 2, shape[2:5])
+        else:
+            self.tensor = self._bytes.view(device.dtype).view(shape)
 
     @property
     def address(self) -> int:
-        return self.tensor.data_ptr()
+        return self._bytes.data_ptr()
 
     def memory(self) -> memoryview:
         """The pool's bytes, writable. On a CPU only."""
@@ -60,4 +89,17 @@ class KVPool:
 
     def clear(self, block_ids: torch.Tensor) -> None:
         """Zeroes blocks; ids int64 [n]."""
-        self.tensor.index_fill_(0, block_ids, 0)
+        self._bytes.index_fill_(0, block_ids, 0)
+
+    def clear_null_block(self) -> None:
+        self._bytes[0].zero_()
+
+    def gather(self, layer: int, kind: int, tiles: torch.Tensor) -> torch.Tensor:
+        """[n, block_size, head_size] of keys (0) or values (1), in `dtype`. tiles int64 [n], see `Geometry.tiles`."""
+        if self.scales is None:
+            block_size, head_size = self.tensor.shape[-2:]
+            flat = self.tensor.view(-1, block_size * head_size)[2 * layer + kind :]
+            return flat.index_select(0, tiles).view(-1, block_size, head_size)
+        heads = tiles // (2 * self.tensor.shape[2])
+        found = self.tensor.flatten(0, 1)[:, layer, kind].index_select(0, heads)
+        return dequantise(found, self.scales.flatten(0, 1)[:, layer, kind].index_select(0, heads), self.dtype)

@@ -43,6 +43,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         threads: int,
+        kv_dtype: str = "auto",
         random_seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -71,6 +72,7 @@ class ModelRunner:
             layers=description.num_layers,
             block_size=block_size,
             head_size=description.head_size,
+            kv_dtype=kv_dtype,
         )
         self._requests = RequestTable(block_size)
         self._builder = BatchBuilder(self._geometry, self._device)
@@ -135,7 +137,7 @@ class ModelRunner:
             with torch.inference_mode():
                 batch = self._builder.build(table.apply(plan))
                 self._sample(batch, self._forward(batch))
-                self.kv_pool.tensor[0].zero_()
+                self.kv_pool.clear_null_block()
             seconds_per_token = seconds_per_token or (self._clock() - started) / scheduled
         return seconds_per_token
 

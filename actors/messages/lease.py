@@ -28,12 +28,15 @@ class KVLayout(msgspec.Struct, frozen=True):
     rope_scaling: str  # canonical JSON, "" for none
     order: str = "head,layer,kv,token,dim"  # inside a block, outermost first
     protocol_version: int = PROTOCOL_VERSION
+    kv_dtype: str = "auto"  # "auto": `dtype`; "int8": with a bfloat16 scale for each vector, behind those of a head
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: all heads and layers, keys and values, in one contiguous span."""
-        item = {"bfloat16": 2, "float32": 4}[self.dtype]
-        return self.num_kv_heads * self.num_layers * 2 * self.block_size * self.head_size * item
+        vectors = self.num_kv_heads * self.num_layers * 2 * self.block_size
+        if self.kv_dtype == "int8":
+            return vectors * (self.head_size + 2)
+        return vectors * self.head_size * {"bfloat16": 2, "float32": 4}[self.dtype]
 
     def differences(self, other: KVLayout) -> list[str]:
         """`field: ours X, theirs Y` for every field that differs."""

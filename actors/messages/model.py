@@ -35,7 +35,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
     query_key_norm: bool = False  # RMSNorm of each query and key head before it is turned
 
-    def kv_layout(self, dtype: str, block_size: int) -> KVLayout:
+    def kv_layout(self, dtype: str, block_size: int, kv_dtype: str = "auto") -> KVLayout:
         return KVLayout(
             model_digest=self.digest,
             dtype=dtype,
@@ -45,4 +45,5 @@ class ModelDescription(msgspec.Struct, frozen=True):
             head_size=self.head_size,
             rope_theta=self.rope_theta,
             rope_scaling=self.rope_scaling,
+            kv_dtype=kv_dtype,
         )

@@ -90,7 +90,7 @@ class Reports:
         engine = self._engine
         configuration, health = engine.configuration, engine.health()
         port = request.app[PORT][-1] if request.app[PORT] else configuration.port
-        layout = engine.description.kv_layout(configuration.dtype, configuration.block_size)
+        layout = engine.description.kv_layout(configuration.dtype, configuration.block_size, configuration.kv_dtype)
         return json_response(
             {
                 "engine_id": engine.engine_id,

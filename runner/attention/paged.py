@@ -42,7 +42,7 @@ class PrefillRow(msgspec.Struct, frozen=True):
     start: int
     end: int
     context: int
-    tiles: torch.Tensor | None  # int64 [kv_heads · blocks]; None without context: keys and values are at hand
+    tiles: torch.Tensor | None  # int64 [kv_heads · blocks]; None: keys and values at hand are all, and as stored
 
 
 class PagedAttention:
@@ -55,7 +55,7 @@ class PagedAttention:
         self._angles = None if angles is None else angles[batch.positions]
         self._group_size = self._geometry.heads // self._geometry.kv_heads
         self._decode_groups, self._prefill_rows = self._groups(batch), self._prefills(batch)
-        dtype = pool.tensor.dtype
+        dtype = device.dtype
         # Right-aligned: its last c · group_size rows hide, of the last c tokens, those behind each query.
         hidden = torch.ones(_MOST_QUERIES, _MOST_QUERIES, dtype=torch.bool, device=device.torch).triu(1)
         future = torch.zeros(_MOST_QUERIES, _MOST_QUERIES, dtype=dtype, device=device.torch)
@@ -100,7 +100,9 @@ class PagedAttention:
         for (start, end, context), table in zip(spans, rows.block_tables, strict=True):
             if end - start > 1:
                 own = table[: -(-(context + end - start) // self._geometry.block_size)].astype(np.int64)
-                tiles = self._device.tensor(self._geometry.tiles(own).reshape(-1)) if context else None
+                # What was rounded to int8 is read as it will be read by later steps, whatever the chunks.
+                gathered = context or self._pool.scales is not None
+                tiles = self._device.tensor(self._geometry.tiles(own).reshape(-1)) if gathered else None
                 found.append(PrefillRow(start, end, context, tiles))
         return found
 
@@ -129,14 +131,12 @@ class PagedAttention:
         return out
 
     def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        size = self._geometry.block_size
         for kind, states in enumerate((key, value)):
-            rows = self._pool.rows[(2 * layer + kind) * size :]
-            rows.index_copy_(0, self._stored, states.reshape(-1, states.shape[-1]))
+            reference.store(kind, states, self._pool.tensor, self._stored, layer, self._pool.scales)
 
     def _gather(self, layer: int, kind: int, tiles: torch.Tensor, sequences: int, head_size: int) -> torch.Tensor:
         """[sequences, context, head_size] of keys (0) or values (1)."""
-        return self._pool.tiles[2 * layer + kind :].index_select(0, tiles).view(sequences, -1, head_size)
+        return self._pool.gather(layer, kind, tiles).view(sequences, -1, head_size)
 
     def _decode(self, layer: int, group: DecodeGroup, query: torch.Tensor) -> torch.Tensor:
         rows, heads, head_size = query.shape

@@ -50,7 +50,7 @@ class VariantAttention(PagedAttention):
         return out.view(tokens, heads * head_size)
 
     def _tiles(self, layer: int, kind: int, tiles: torch.Tensor, *shape: int) -> torch.Tensor:
-        return self._pool.tiles[2 * layer + kind :].index_select(0, tiles).view(*shape)
+        return self._pool.gather(layer, kind, tiles).view(*shape)
 
     def _variant_decode(
         self, layer: int, group: DecodeGroup, query: torch.Tensor, positions: torch.Tensor, asked: Asked

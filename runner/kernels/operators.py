@@ -11,11 +11,12 @@ device without a kernel of its own. A backend adds its kernels under its dispatc
 | pack_weight | a weight matrix [outputs, inputs] in the panels that packed_linear reads |
 | packed_linear | input · weightᵀ of a packed weight matrix |
 
-pool [blocks, kv_heads, layers, 2, block_size, head_size]; qkv [tokens, (heads + 2 · kv_heads) · head_size]; angles
-[positions, head_size]; positions int64 [tokens]; stored int64 [tokens · kv_heads], see `Batch.stored`; block_tables
-int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token and the end; contexts int32 [rows], tokens
-before it. temperatures float32 [rows], 0 for greedy; top_k int64, the vocabulary's size for none; top_p float32; keys
-int32 [rows, 2].
+pool [blocks, kv_heads, layers, 2, block_size, head_size]; scales, of an int8 pool only, bfloat16 [blocks, kv_heads,
+layers, 2, block_size], see kv_quantisation.py; the layers of a head are dense, heads may lie apart; qkv [tokens,
+(heads + 2 · kv_heads) · head_size]; angles [positions, head_size]; positions int64 [tokens]; stored int64 [tokens ·
+kv_heads], see `Batch.stored`; block_tables int32 [rows, most blocks]; starts int32 [rows + 1], each row's first token
+and the end; contexts int32 [rows], tokens before it. temperatures float32 [rows], 0 for greedy; top_k int64, the
+vocabulary's size for none; top_p float32; keys int32 [rows, 2].
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def _fake_rotate_and_store(
     pool: torch.Tensor,
     stored: torch.Tensor,
     layer: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -52,6 +54,7 @@ def _fake_paged_attention(
     contexts: torch.Tensor,
     layer: int,
     scale: float,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * pool.shape[1] * pool.shape[-1])
 
@@ -81,14 +84,14 @@ for _schema, _implementation, _fake in (
         _fake_add_rms_norm,
     ),
     (
-        "rotate_and_store(Tensor(a!) qkv, Tensor angles, Tensor positions, Tensor(b!) pool, Tensor stored, int layer) "
-        "-> ()",
+        "rotate_and_store(Tensor(a!) qkv, Tensor angles, Tensor positions, Tensor(b!) pool, Tensor stored, int layer, "
+        "Tensor(c!)? scales=None) -> ()",
         reference.rotate_and_store,
         _fake_rotate_and_store,
     ),
     (
         "paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor starts, Tensor contexts, int layer, "
-        "float scale) -> Tensor",
+        "float scale, Tensor? scales=None) -> Tensor",
         reference.paged_attention,
         _fake_paged_attention,
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from runner.kv_quantisation import dequantise, quantise
 from runner.sampling import gumbel
 
 PANEL = 16  # outputs of a packed weight matrix that lie together
@@ -73,12 +74,20 @@ def rotate(heads: torch.Tensor, angles: torch.Tensor) -> None:
     first.copy_(turned)
 
 
-def store(heads: torch.Tensor, pool: torch.Tensor, stored: torch.Tensor, layer: int) -> None:
-    """heads [tokens, 2 · kv_heads, head_size]: keys, then values, into the rows that `stored` says for layer 0."""
-    block_size, head_size = pool.shape[-2:]
-    for kind, states in enumerate(heads.chunk(2, dim=1)):
-        rows = pool.view(-1, head_size)[(2 * layer + kind) * block_size :]
-        rows.index_copy_(0, stored, states.reshape(-1, head_size))
+def store(
+    kind: int, states: torch.Tensor, pool: torch.Tensor, stored: torch.Tensor, layer: int, scales: torch.Tensor | None
+) -> None:
+    """Keys (0) or values (1) [tokens, kv_heads, head_size] into the rows that `stored` says for layer 0."""
+    layers, block_size, head_size = pool.shape[2], *pool.shape[-2:]
+    states = states.reshape(-1, head_size)
+    if scales is None:
+        pool.view(-1, head_size)[(2 * layer + kind) * block_size :].index_copy_(0, stored, states)
+        return
+    rows_of_a_head = 2 * layers * block_size
+    where = stored // rows_of_a_head, stored % rows_of_a_head
+    quantised, steps = quantise(states)
+    pool.flatten(0, 1)[:, layer, kind].index_put_(where, quantised)
+    scales.flatten(0, 1)[:, layer, kind].index_put_(where, steps)
 
 
 def rotate_and_store(
@@ -88,11 +97,13 @@ def rotate_and_store(
     pool: torch.Tensor,
     stored: torch.Tensor,
     layer: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     kv_heads, head_size = pool.shape[1], pool.shape[-1]
     heads = qkv.view(len(qkv), -1, head_size)
     rotate(heads[:, :-kv_heads], angles[positions])
-    store(heads[:, -2 * kv_heads :], pool, stored, layer)
+    store(0, heads[:, -2 * kv_heads : -kv_heads], pool, stored, layer, scales)
+    store(1, heads[:, -kv_heads:], pool, stored, layer, scales)
 
 
 def paged_attention(
@@ -103,6 +114,7 @@ def paged_attention(
     contexts: torch.Tensor,
     layer: int,
     scale: float,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """In float32 whatever the dtype."""
     kv_heads, head_size = pool.shape[1], pool.shape[-1]
@@ -113,9 +125,13 @@ def paged_attention(
         block_tables.long(), starts[:-1].tolist(), starts[1:].tolist(), contexts.tolist(), strict=True
     ):
         seen = context + end - start
+        own = table[: -(-seen // pool.shape[-2])]
+        blocks = pool[own, :, layer].float()
+        if scales is not None:
+            blocks = dequantise(blocks, scales[own, :, layer], torch.float32)
         # [2, kv_heads, blocks · block_size, head_size]
-        states = pool[table[: -(-seen // pool.shape[-2])], :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
-        keys, values = states[:, :, :seen].float().repeat_interleave(group_size, 1)
+        states = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        keys, values = states[:, :, :seen].repeat_interleave(group_size, 1)
         hidden = torch.ones(end - start, seen, dtype=torch.bool, device=qkv.device).triu(context + 1)
         scores = torch.einsum("thd,hsd->hts", queries[start:end], keys) * scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)

@@ -129,11 +129,12 @@ def test_a_forged_capability_gets_the_answer_of_a_lease_that_never_was() -> None
 def test_an_incompatible_layout_is_refused_with_both_values() -> None:
     book = new_book()
     granted(book)
-    theirs = msgspec.structs.replace(LAYOUT, dtype="float32", num_layers=5)
+    theirs = msgspec.structs.replace(LAYOUT, dtype="float32", num_layers=5, kv_dtype="int8")
     answer = refusal(book, opening(layout=theirs))
     assert answer.reason is RefusedLease.INCOMPATIBLE
     assert "dtype: ours 'bfloat16', theirs 'float32'" in answer.detail
     assert "num_layers: ours 4, theirs 5" in answer.detail
+    assert "kv_dtype: ours 'auto', theirs 'int8'" in answer.detail
     assert "transport: ours 'nixl/tcp', theirs 'smoke'" in refusal(book, opening(transport="smoke")).detail
 
 

@@ -35,9 +35,15 @@ def runner(folder: Path, tmp_path: Path) -> ModelRunner:
     return make_runner(folder, tmp_path)
 
 
-def make_runner(folder: Path, cache: Path) -> ModelRunner:
+def make_runner(folder: Path, cache: Path, kv_dtype: str = "auto") -> ModelRunner:
     return ModelRunner(
-        resolve(str(folder), cache), device="cpu", dtype="float32", num_blocks=80, block_size=16, threads=0
+        resolve(str(folder), cache),
+        device="cpu",
+        dtype="float32",
+        kv_dtype=kv_dtype,
+        num_blocks=80,
+        block_size=16,
+        threads=0,
     )
 
 
@@ -240,13 +246,14 @@ class DeviceWithoutValues(Device):
         return clock()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.7, "seed": 2}], ids=str)
 def test_launching_never_looks_at_a_value(
-    sampling: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sampling: dict[str, Any], kv_dtype: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill, chunk behind a context, decodes, fresh blocks, tokens from slots, growing slots; each kind of draw."""
     monkeypatch.setattr(model_runner, "Device", DeviceWithoutValues)
-    runner = make_runner(folder, tmp_path)
+    runner = make_runner(folder, tmp_path, kv_dtype)
     assert runner.kv_pool.tensor.is_meta
     with pytest.raises(NotImplementedError, match="meta"):
         runner.kv_pool.tensor[0, 0, 0, 0, 0, 0].tolist()

@@ -104,12 +104,14 @@ def measure_machine(device: Device, kernels: Kernels, reader: Reader) -> Machine
     )
 
 
-def kv_bytes(shape: Shape, d: ModelDescription, itemsize: int) -> int:
-    """Of all keys and values that the rows' last tokens see."""
-    return d.num_layers * shape.rows * (shape.context + shape.tokens) * 2 * d.num_kv_heads * d.head_size * itemsize
+def kv_bytes(shape: Shape, token_bytes: float) -> float:
+    """Of all keys and values that the rows' last tokens see; `token_bytes` of one token in the pool, all layers."""
+    return shape.rows * (shape.context + shape.tokens) * token_bytes
 
 
-def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machine) -> dict[str, float]:
+def floors(
+    shape: Shape, d: ModelDescription, dtype: torch.dtype, token_bytes: float, machine: Machine
+) -> dict[str, float]:
     """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on."""
     size, tokens = dtype.itemsize, shape.rows * shape.tokens
     query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
@@ -125,7 +127,7 @@ def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machi
 
     return {
         "weight products": machine.floor(4 * layers, layers * (before + behind) * size, 2.0 * products),
-        "attention": machine.floor(layers, kv_bytes(shape, d, size), 4.0 * layers * pairs * query),
+        "attention": machine.floor(layers, kv_bytes(shape, token_bytes), 4.0 * layers * pairs * query),
         "rotation, KV write": activations(layers, 2 * query + 4 * key),
         "norms": activations(2 * layers + 1, 4 * d.hidden_size),
         "SwiGLU": activations(layers, 3 * d.intermediate_size),

@@ -76,7 +76,7 @@ def plans(shape: Shape, vocabulary: int, round_: int) -> tuple[StepPlan, StepPla
 def products_alone(runner: ModelRunner, d: ModelDescription, tokens: int, rows: int) -> Callable[[], None]:
     """All weight products of a step, one after the other, and nothing else."""
     model: Any = runner._model
-    dtype = runner.kv_pool.tensor.dtype
+    dtype = runner.kv_pool.dtype
 
     def ones(width: int) -> torch.Tensor:
         return torch.ones(tokens, width, dtype=dtype)
@@ -102,7 +102,8 @@ def profile(
     """Changes the runner for good: its stages are timed from here on."""
     watch = Stopwatch()
     alone = products_alone(runner, d, shape.rows * shape.tokens, shape.rows)
-    plain_launch, dtype = runner.launch, runner.kv_pool.tensor.dtype
+    plain_launch, pool = runner.launch, runner.kv_pool
+    token_bytes = pool.block_bytes / BLOCK_SIZE
     first, again = plans(shape, d.vocab_size, rounds)
     plain_launch(first)
     alone()
@@ -110,7 +111,7 @@ def profile(
     for _ in range(rounds):
         steps.append(seconds_of(lambda: plain_launch(again).result()))
         products.append(seconds_of(alone))
-        reads.append(kv_bytes(shape, d, dtype.itemsize) / reader.bytes_per_second())
+        reads.append(kv_bytes(shape, token_bytes) / reader.bytes_per_second())
     watch.instrument(runner)
     runner.launch(again)
     seen: list[dict[str, float]] = []
@@ -118,7 +119,7 @@ def profile(
         watch.seconds = {}
         runner.launch(again)
         seen.append(watch.seconds)
-    return Profile(str(shape), steps, products, reads, seen, floors(shape, d, dtype, machine))
+    return Profile(str(shape), steps, products, reads, seen, floors(shape, d, pool.dtype, token_bytes, machine))
 
 
 def markdown(found: Profile, machine: str) -> str:
@@ -149,6 +150,7 @@ def _ms(seconds: float) -> str:
 @click.command()
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]))
 @click.option("--threads", default=0, help="0: all cores.")
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--only", type=click.Choice(list(SHAPES)))
@@ -156,13 +158,21 @@ def _ms(seconds: float) -> str:
 @click.option(
     "--trace", is_flag=True, help="Instead: one decode step as torch's profiler sees it, operator by operator."
 )
-def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, as_json: bool, trace: bool) -> None:
+def main(
+    model: str, dtype: str, kv_dtype: str, threads: int, rounds: int, only: str | None, as_json: bool, trace: bool
+) -> None:
     """The stages of decode and prefill steps."""
     description = resolve(model)
     for shape in SHAPES[only] if only else (*DECODES, *PREFILLS):
         num_blocks = 1 + shape.rows * -(-(shape.context + shape.tokens) // BLOCK_SIZE)
         runner = ModelRunner(
-            description, device="cpu", dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, threads=threads
+            description,
+            device="cpu",
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            threads=threads,
         )
         if trace:
             first, again = plans(shape, description.vocab_size, rounds)

@@ -8,16 +8,17 @@
 //      weights                   = exp(scores - running maximum)
 //      values [queries, head]   += weights      x  packed values  (likewise)
 //
+// Of an int8 pool the scores are multiplied by the scales of keys and the weights by those of values, see chunk.h.
+//
 // Tokens that a query may not see are never multiplied by: what lies behind the end of the context may be anything.
 #pragma once
 
+#include "chunk.h"
 #include "kernels.h"
 #include "vector.h"
 
 namespace {
 
-using kvyard::AttentionWork;
-using kvyard::kChunkTokens;
 using kvyard::kMaxHeadSize;
 using kvyard::kMaxQueries;
 using kvyard::Part;
@@ -56,6 +57,8 @@ struct Scratch {
   U32 key_units[kChunkTiles * kMaxHeadSize];
   U32 value_units[kChunkTokens * kMaxHeadSize / kLanes];
   alignas(64) float score_rows[kMaxQueries * kChunkTokens];
+  alignas(64) float key_scales[kChunkTokens];
+  alignas(64) float value_scales[kChunkTokens];
 };
 
 // kHeadSize 0: any, known at run time only.
@@ -80,70 +83,28 @@ struct Attention {
   INLINE U32* value_row(int64_t row) const { return scratch.value_units + row * columns(); }
   INLINE float* score_row(int64_t query) const { return scratch.score_rows + query * kChunkTokens; }
 
-  // A vector of units from consecutive elements; fewer than asked for are followed by zeros.
-  static INLINE U32 load_units(const T* from, int64_t elements) {
-    if constexpr (kPairs) {
-      return elements >= 2 * kLanes ? load_raw<U32>(from) : load_some<U32>(from, elements > 0 ? elements : 0);
-    } else {
-      return reinterpret_cast<U32>(load(from, elements > 0 ? elements : 0));
-    }
-  }
-
   void pack_queries() const {
     for (int64_t token = 0, query = 0; token < work.num_tokens; ++token) {
       for (int64_t head = 0; head < work.num_heads; ++head, ++query) {
         const T* from = static_cast<const T*>(work.query) + token * work.query_stride + head * size();
         for (int64_t element = 0; element < size(); element += kWidth * kLanes)
-          store_raw(query_row(query) + element / kWidth, load_units(from + element, size() - element));
+          store_raw(query_row(query) + element / kWidth, load_units<kPairs>(from + element, size() - element));
       }
     }
   }
 
-  // Where the keys of a chunk lie; their values are `value_offset` behind.
-  struct Chunk {
-    const T* keys[kChunkTokens];
-    int64_t tokens, value_offset, row_bytes;
-    int64_t fetched, byte;
-
-    void locate(const AttentionWork& work, int64_t begin, int64_t end) {
-      const auto& pool = work.pool;
-      tokens = end - begin < kChunkTokens ? end - begin : kChunkTokens;
-      value_offset = pool.value_offset;
-      row_bytes = pool.head_size * static_cast<int64_t>(sizeof(T));
-      fetched = byte = 0;
-      for (int64_t token = 0; token < tokens;) {
-        const int64_t block = (begin + token) / pool.block_size, offset = (begin + token) % pool.block_size;
-        const T* row = static_cast<const T*>(pool.base) + work.block_table[block] * pool.block_stride +
-                       work.kv_head * pool.head_stride + offset * pool.head_size;
-        for (int64_t left = pool.block_size - offset; left > 0 && token < tokens; --left, ++token, row += pool.head_size)
-          keys[token] = row;
-      }
-    }
-
-    // So many cache lines of keys, and as many of values.
-    INLINE void fetch(int64_t lines) {
-      for (; lines > 0 && fetched < tokens; --lines) {
-        const char* line = reinterpret_cast<const char*>(keys[fetched]) + byte;
-        __builtin_prefetch(line, 0, 2);
-        __builtin_prefetch(line + value_offset * static_cast<int64_t>(sizeof(T)), 0, 2);
-        byte += 64;
-        if (byte >= row_bytes) {
-          byte = 0;
-          ++fetched;
-        }
-      }
-    }
-  };
-
+  // S: as stored.
+  template <class S>
   void pack_chunk(const Chunk& chunk, Chunk& next) const {
-    const T* const* keys = chunk.keys;
-    const int64_t tokens = chunk.tokens, value_offset = chunk.value_offset;
+    const int64_t tokens = chunk.tokens;
+    const auto key = [&](int64_t token) { return reinterpret_cast<const S*>(chunk.keys[token]); };
+    const auto value = [&](int64_t token) { return reinterpret_cast<const S*>(chunk.keys[token] + chunk.value_offset); };
     for (int64_t first = 0; first < tokens; first += kLanes) {
       next.fetch(kLanes / 2);
       for (int64_t element = 0; element < size(); element += kWidth * kLanes) {
         U32 rows[kLanes];
         for (int lane = 0; lane < kLanes; ++lane)
-          rows[lane] = first + lane < tokens ? load_units(keys[first + lane] + element, size() - element) : U32{};
+          rows[lane] = first + lane < tokens ? load_units<kPairs>(key(first + lane) + element, size() - element) : U32{};
         transpose(rows);
         U32* to = key_tile(first / kLanes) + element / kWidth;
         for (int lane = 0; lane < kLanes; ++lane) to[lane] = rows[lane];
@@ -152,25 +113,17 @@ struct Attention {
     for (int64_t token = 0; token < tokens; token += kWidth) {
       next.fetch(1);
       const bool alone = token + 1 == tokens;  // without a second token for its pairs
-      pack_values(keys[token] + value_offset, keys[token + (alone ? 0 : kWidth - 1)] + value_offset,
-                  alone ? 0 : ~uint32_t{0}, value_row(token / kWidth));
+      pack_values(value(token), value(token + (alone ? 0 : kWidth - 1)), alone ? 0 : ~uint32_t{0},
+                  value_row(token / kWidth));
     }
   }
 
-  INLINE void pack_values(const T* first, const T* second, uint32_t keep_second, U32* to) const {
+  template <class S>
+  INLINE void pack_values(const S* first, const S* second, uint32_t keep_second, U32* to) const {
     int64_t element = 0;
-    for (; element + kLanes <= size(); element += kLanes) *to++ = value_units(first + element, second + element, kLanes, keep_second);
-    if (element < size()) *to = value_units(first + element, second + element, size() - element, keep_second);
-  }
-
-  static INLINE U32 value_units(const T* first, const T* second, int64_t count, uint32_t keep_second) {
-    if constexpr (kPairs) {
-      const U16 low = count == kLanes ? load_raw<U16>(first) : load_some<U16>(first, count);
-      const U16 high = count == kLanes ? load_raw<U16>(second) : load_some<U16>(second, count);
-      return zero_extend(low) | (zero_extend(high) << 16 & keep_second);
-    } else {
-      return reinterpret_cast<U32>(load(first, count));
-    }
+    for (; element + kLanes <= size(); element += kLanes)
+      *to++ = value_units<kPairs>(first + element, second + element, kLanes, keep_second);
+    if (element < size()) *to = value_units<kPairs>(first + element, second + element, size() - element, keep_second);
   }
 
   // scores of kQueries queries from `query` on and kTiles vectors of tokens from tile `tile` on.
@@ -214,8 +167,10 @@ struct Attention {
     float* row = score_row(query);
     F32 scores[kChunkTiles], largest = splat(-kInfinity);
     const int64_t seen_tiles = (visible + kLanes - 1) / kLanes;
+    const bool quantised = work.pool.scales != nullptr;
     for (int64_t tile = 0; tile < seen_tiles; ++tile) {
-      const F32 scaled = load_raw<F32>(row + tile * kLanes) * work.scale;
+      F32 scaled = load_raw<F32>(row + tile * kLanes) * work.scale;
+      if (quantised) scaled *= load_raw<F32>(scratch.key_scales + tile * kLanes);
       const int32_t left = static_cast<int32_t>(visible - tile * kLanes);
       scores[tile] = lane_numbers() < left ? scaled : splat(-kInfinity);
       largest = larger(largest, scores[tile]);
@@ -223,8 +178,9 @@ struct Attention {
     const float before = partial.maximum[query], now = __builtin_fmaxf(before, maximum(largest));
     F32 total{};
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const F32 weights = tile < seen_tiles ? exponential(scores[tile] - now) : F32{};
+      F32 weights = tile < seen_tiles ? exponential(scores[tile] - now) : F32{};
       total += weights;
+      if (quantised) weights *= load_raw<F32>(scratch.value_scales + tile * kLanes);
       if constexpr (kPairs) {
         store_raw(reinterpret_cast<uint16_t*>(row) + tile * kLanes, narrow(weights));
       } else {
@@ -325,7 +281,12 @@ struct Attention {
       } else {
         next->locate(*following.work, following.begin, following.end);
       }
-      pack_chunk(*current, *next);
+      if (work.pool.scales != nullptr) {
+        pack_chunk<int8_t>(*current, *next);
+        current->load_scales(work, chunk, scratch.key_scales, scratch.value_scales);
+      } else {
+        pack_chunk<T>(*current, *next);
+      }
       // Tokens in front of the chunk see nothing of it.
       int64_t query = chunk > work.first_position ? (chunk - work.first_position) * work.num_heads : 0;
       for (; query + kTileQueries <= queries; query += kTileQueries)

@@ -27,7 +27,7 @@ TIERS = ("avx512bf16", "avx512", "avx2", "portable")
 
 class NativeAttention:
     def __init__(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> None:
-        self._pool, self._angles = pool.tensor, angles
+        self._pool, self._scales, self._angles = pool.tensor, pool.scales, angles
         self._positions, self._stored = batch.positions, batch.stored
         self._tables, self._starts, self._contexts = map(torch.from_numpy, batch.rows.columns())
         self._scale = pool.tensor.shape[-1] ** -0.5
@@ -36,9 +36,9 @@ class NativeAttention:
         self._paged_attention = operators.paged_attention.default
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        self._rotate_and_store(qkv, self._angles, self._positions, self._pool, self._stored, layer)
+        self._rotate_and_store(qkv, self._angles, self._positions, self._pool, self._stored, layer, self._scales)
         attended: torch.Tensor = self._paged_attention(
-            qkv, self._pool, self._tables, self._starts, self._contexts, layer, self._scale
+            qkv, self._pool, self._tables, self._starts, self._contexts, layer, self._scale, self._scales
         )
         return attended
 

@@ -14,11 +14,22 @@ constexpr int kChunkTokens = 128;    // keys that are packed, scored and weighte
 constexpr int kPartTokens = 512;     // context is summed up part by part, so that parts can be had by different threads
 constexpr int kMaxHeadSize = 256;
 
-// The KV pool as [blocks, kv_heads, layers, 2, block_size, head_size], seen from one layer. Strides in elements.
+// The KV pool as [blocks, kv_heads, layers, 2, block_size, head_size], seen from one layer. Strides in bytes.
 struct PoolView {
-  const void* base;  // block 0, head 0, this layer, keys
-  int64_t block_stride, head_stride, value_offset;
+  const char* base;  // block 0, head 0, this layer, keys
+  int64_t block_stride, head_stride, value_offset, row_bytes;
   int64_t block_size, head_size;
+  // Of int8: bfloat16 [blocks, kv_heads, layers, 2, block_size], likewise. Null: stored as computed with.
+  const char* scales;
+  int64_t scale_block_stride, scale_head_stride;
+};
+
+// The same to write to. A row of `stored` counts blocks x heads of `span_rows` rows each.
+struct StoreView {
+  char* base;
+  int64_t span_rows, span_bytes, value_offset, row_bytes;
+  char* scales;  // null: stored as computed with
+  int64_t scale_span_bytes, value_scales;
 };
 
 // Query vectors of `num_tokens` consecutive tokens and `num_heads` consecutive heads that share one KV head.
@@ -76,9 +87,9 @@ struct Kernels {
   // residual += delta (may be null) in place; out = residual / rms(residual) * weight.
   void (*add_rms_norm)(void* residual, const void* delta, const void* weight, void* out, int64_t width, float epsilon);
   // One token: its queries and keys are turned in place, keys and values also stored. `angles`: cosines, then sines.
-  // `stored`: the row of `head_size` keys of each KV head, in rows of the whole pool.
-  void (*rotate_and_store)(void* qkv, const void* angles, void* pool, const int64_t* stored, int64_t value_rows,
-                           int64_t heads, int64_t kv_heads, int64_t head_size);
+  // `stored`: the row of each KV head, of layer 0.
+  void (*rotate_and_store)(void* qkv, const void* angles, const StoreView& store, const int64_t* stored, int64_t heads,
+                           int64_t kv_heads, int64_t head_size);
   // gate and up lie one after the other; out = silu(gate) * up.
   void (*swiglu)(const void* gate_up, void* out, int64_t width);
   // `scratch`: 2 * size floats.

@@ -110,19 +110,50 @@ Tensor swiglu(Tensor gate_up) {
   return result;
 }
 
+// Whole, as the views of kernels.h see it from layer 0; strides in bytes.
 struct Pool {
-  char* data;
-  int64_t kv_heads, layers, block_size, head_size, element_size;
+  char *data, *scales;
+  int64_t kv_heads, layers, block_size, head_size, row_bytes, head_stride, scale_head_stride;
+  int64_t tile_bytes() const { return block_size * row_bytes; }
+  int64_t scale_tile_bytes() const { return block_size * static_cast<int64_t>(sizeof(uint16_t)); }
+  char* keys_of(int64_t layer) const { return data + 2 * layer * tile_bytes(); }
+  char* scales_of(int64_t layer) const { return scales == nullptr ? nullptr : scales + 2 * layer * scale_tile_bytes(); }
 };
 
-Pool pool_of(const Tensor& pool, const Tensor& like, int64_t layer) {
-  STD_TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(3) == 2,
-                  "kvyard: the pool must be [blocks, kv_heads, layers, 2, block_size, head_size], dense");
-  STD_TORCH_CHECK(pool.scalar_type() == like.scalar_type(), "kvyard: the pool is of another dtype");
+// Bytes from head to head of [blocks, kv_heads, ...], where blocks follow each other and so do the heads of one. -1 when
+// they do not, or what lies behind the heads is not dense. Strides of dimensions of size 1 mean nothing.
+int64_t head_stride_of(const Tensor& tensor) {
+  int64_t dense = 1;
+  for (int64_t dimension = tensor.dim() - 1; dimension >= 2; --dimension) {
+    if (tensor.size(dimension) != 1 && tensor.stride(dimension) != dense) return -1;
+    dense *= tensor.size(dimension);
+  }
+  const int64_t blocks = tensor.size(0), heads = tensor.size(1);
+  const int64_t stride = heads != 1 ? tensor.stride(1) : blocks != 1 ? tensor.stride(0) : dense;
+  if (blocks != 1 && tensor.stride(0) != heads * stride) return -1;
+  return stride * static_cast<int64_t>(tensor.element_size());
+}
+
+// `scales` of an int8 pool.
+Pool pool_of(const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& like, int64_t layer) {
+  using Type = torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(pool.dim() == 6 && pool.size(3) == 2 && head_stride_of(pool) > 0,
+                  "kvyard: the pool must be [blocks, kv_heads, layers, 2, block_size, head_size], heads dense");
+  STD_TORCH_CHECK(pool.scalar_type() == (scales.has_value() ? Type::Char : like.scalar_type()),
+                  "kvyard: the pool is of another dtype");
   STD_TORCH_CHECK(layer >= 0 && layer < pool.size(2), "kvyard: there is no layer ", layer);
   STD_TORCH_CHECK(pool.size(5) <= kMaxHeadSize && pool.size(5) % 2 == 0, "kvyard: head size ", pool.size(5));
-  return {static_cast<char*>(pool.data_ptr()), pool.size(1), pool.size(2), pool.size(4), pool.size(5),
-          static_cast<int64_t>(pool.element_size())};
+  Pool view{static_cast<char*>(pool.data_ptr()), nullptr, pool.size(1), pool.size(2), pool.size(4), pool.size(5),
+            pool.size(5) * static_cast<int64_t>(pool.element_size()), head_stride_of(pool), 0};
+  if (scales.has_value()) {
+    bool fits = scales->dim() == 5 && scales->scalar_type() == Type::BFloat16 && head_stride_of(*scales) > 0;
+    for (int64_t dimension = 0; fits && dimension < 5; ++dimension)
+      fits = scales->size(dimension) == pool.size(dimension);
+    STD_TORCH_CHECK(fits, "kvyard: the scales do not fit the pool");
+    view.scales = static_cast<char*>(scales->data_ptr());
+    view.scale_head_stride = head_stride_of(*scales);
+  }
+  return view;
 }
 
 template <class T>
@@ -132,10 +163,11 @@ const T* vector_of(const Tensor& tensor, int64_t length, torch::headeronly::Scal
   return static_cast<const T*>(tensor.data_ptr());
 }
 
-void rotate_and_store(Tensor qkv, Tensor angles, Tensor positions, Tensor pool, Tensor stored, int64_t layer) {
+void rotate_and_store(Tensor qkv, Tensor angles, Tensor positions, Tensor pool, Tensor stored, int64_t layer,
+                      std::optional<Tensor> scales) {
   const Kernels& kernels = kernels_for(qkv);
   const Rows tokens = rows_of(qkv, "qkv"), table = rows_of(angles, "angles");
-  const Pool view = pool_of(pool, qkv, layer);
+  const Pool view = pool_of(pool, scales, qkv, layer);
   const int64_t heads = tokens.width / view.head_size - 2 * view.kv_heads;
   STD_TORCH_CHECK(heads > 0 && tokens.width % view.head_size == 0, "kvyard: qkv does not fit the pool");
   STD_TORCH_CHECK(table.width == view.head_size && angles.scalar_type() == qkv.scalar_type(),
@@ -143,21 +175,21 @@ void rotate_and_store(Tensor qkv, Tensor angles, Tensor positions, Tensor pool, 
   using Type = torch::headeronly::ScalarType;
   const auto* at = vector_of<int64_t>(positions, tokens.count, Type::Long, "positions");
   const auto* to = vector_of<int64_t>(stored, tokens.count * view.kv_heads, Type::Long, "stored");
-  const int64_t first_row = 2 * layer * view.block_size;
-  char* keys = view.data + first_row * view.head_size * view.element_size;
+  const StoreView store{view.keys_of(layer), 2 * view.layers * view.block_size, view.head_stride, view.tile_bytes(),
+                        view.row_bytes, view.scales_of(layer), view.scale_head_stride, view.scale_tile_bytes()};
   for (int64_t token = 0; token < tokens.count; ++token)
     STD_TORCH_CHECK(at[token] >= 0 && at[token] < table.count, "kvyard: no angle for position ", at[token]);
   for_each_row(tokens.count, tokens.width, [&](int64_t token) {
-    kernels.rotate_and_store(tokens[token], table[at[token]], keys, to + token * view.kv_heads, view.block_size, heads,
-                             view.kv_heads, view.head_size);
+    kernels.rotate_and_store(tokens[token], table[at[token]], store, to + token * view.kv_heads, heads, view.kv_heads,
+                             view.head_size);
   });
 }
 
 Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor starts, Tensor contexts, int64_t layer,
-                       double scale) {
+                       double scale, std::optional<Tensor> scales) {
   const Kernels& kernels = kernels_for(qkv);
   const Rows tokens = rows_of(qkv, "qkv"), tables = rows_of(block_tables, "block_tables");
-  const Pool view = pool_of(pool, qkv, layer);
+  const Pool view = pool_of(pool, scales, qkv, layer);
   const int64_t heads = tokens.width / view.head_size - 2 * view.kv_heads;
   STD_TORCH_CHECK(heads > 0 && tokens.width % view.head_size == 0 && heads % view.kv_heads == 0,
                   "kvyard: qkv does not fit the pool");
@@ -167,11 +199,12 @@ Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor star
   const auto* before = vector_of<int32_t>(contexts, tables.count, Type::Int, "contexts");
   Tensor result = empty_like(qkv, tokens.count, heads * view.head_size);
   const Rows out = rows_of(result, "out");
-  const int64_t tile = view.block_size * view.head_size;
-  const PoolView seen{view.data + 2 * layer * tile * view.element_size, view.kv_heads * view.layers * 2 * tile,
-                      view.layers * 2 * tile, tile, view.block_size, view.head_size};
-  AttentionCall call(kernels, {seen, heads, heads / view.kv_heads, static_cast<float>(scale), view.element_size,
-                               tokens.data, out.data, tokens.stride_bytes, out.stride_bytes});
+  const PoolView seen{view.keys_of(layer), view.kv_heads * view.head_stride, view.head_stride, view.tile_bytes(),
+                      view.row_bytes, view.block_size, view.head_size, view.scales_of(layer),
+                      view.kv_heads * view.scale_head_stride, view.scale_head_stride};
+  AttentionCall call(kernels, {seen, heads, heads / view.kv_heads, static_cast<float>(scale),
+                               static_cast<int64_t>(qkv.element_size()), tokens.data, out.data, tokens.stride_bytes,
+                               out.stride_bytes});
   for (int64_t row = 0; row < tables.count; ++row) {
     const int64_t count = begin[row + 1] - begin[row], end = before[row] + count;
     STD_TORCH_CHECK(begin[row] >= 0 && count > 0 && begin[row + 1] <= tokens.count && before[row] >= 0 &&

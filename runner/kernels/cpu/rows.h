@@ -2,9 +2,12 @@
 // gated activation. Intermediate values are rounded to the dtype where transformers' modeling_llama rounds them.
 #pragma once
 
+#include "kernels.h"
 #include "vector.h"
 
 namespace {
+
+using kvyard::StoreView;
 
 template <class T>
 void add_rms_norm(void* residual_row, const void* delta_row, const void* weight_row, void* out_row, int64_t width,
@@ -39,17 +42,46 @@ INLINE void rotate(T* head, const T* angles, int64_t half) {
   }
 }
 
+// x = scale * q, q integers in [-127, 127] to nearest, ties to even. Zeros, and what is too small to be told from them,
+// have scale 0; a vector with an infinity or a NaN has the scale NaN, so that it stays visible.
 template <class T>
-void rotate_and_store(void* qkv_row, const void* angles_row, void* pool, const int64_t* stored, int64_t value_rows,
+INLINE void quantise(const T* from, int8_t* to, BFloat16* scale, int64_t size) {
+  F32 largest{}, poison{};
+  for (int64_t at = 0; at < size; at += kLanes) {
+    const F32 value = load(from + at, size - at);
+    largest = larger(larger(value, -value), largest);
+    poison += value * 0.0f;
+  }
+  const float wanted = maximum(largest) / 127.0f;
+  const F32 step = rounded_to(scale, splat((wanted < kSmallestNormal ? 0.0f : wanted) + sum(poison)));
+  store(scale, step, 1);
+  if (!(step[0] > 0)) {
+    std::memset(to, 0, static_cast<size_t>(size));
+    return;
+  }
+  const float inverse = 1.0f / step[0];
+  for (int64_t at = 0; at < size; at += kLanes) store(to + at, load(from + at, size - at) * inverse, size - at);
+}
+
+template <class T>
+void rotate_and_store(void* qkv_row, const void* angles_row, const StoreView& store, const int64_t* stored,
                       int64_t heads, int64_t kv_heads, int64_t head_size) {
   T* qkv = static_cast<T*>(qkv_row);
   const T* angles = static_cast<const T*>(angles_row);
-  const size_t bytes = static_cast<size_t>(head_size) * sizeof(T);
   for (int64_t head = 0; head < heads + kv_heads; ++head) rotate(qkv + head * head_size, angles, head_size / 2);
   for (int64_t head = 0; head < kv_heads; ++head) {
-    T* to = static_cast<T*>(pool) + stored[head] * head_size;
-    std::memcpy(to, qkv + (heads + head) * head_size, bytes);
-    std::memcpy(to + value_rows * head_size, qkv + (heads + kv_heads + head) * head_size, bytes);
+    const int64_t span = stored[head] / store.span_rows, row = stored[head] % store.span_rows;
+    char* to = store.base + span * store.span_bytes + row * store.row_bytes;
+    const T *key = qkv + (heads + head) * head_size, *value = key + kv_heads * head_size;
+    if (store.scales == nullptr) {
+      std::memcpy(to, key, static_cast<size_t>(store.row_bytes));
+      std::memcpy(to + store.value_offset, value, static_cast<size_t>(store.row_bytes));
+      continue;
+    }
+    char* scale = store.scales + span * store.scale_span_bytes + row * static_cast<int64_t>(sizeof(BFloat16));
+    quantise(key, reinterpret_cast<int8_t*>(to), reinterpret_cast<BFloat16*>(scale), head_size);
+    quantise(value, reinterpret_cast<int8_t*>(to + store.value_offset),
+             reinterpret_cast<BFloat16*>(scale + store.value_scales), head_size);
   }
 }
 

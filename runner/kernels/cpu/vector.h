@@ -26,8 +26,10 @@ typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
+typedef int8_t I8 __attribute__((vector_size(kLanes)));
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kSmallestNormal = 1.17549435e-38f;
 
 struct BFloat16 {
   uint16_t bits;
@@ -98,6 +100,19 @@ INLINE F32 load(const BFloat16* from, int64_t count) {
   return widen(count >= kLanes ? load_raw<U16>(from) : load_some<U16>(from, count));
 }
 
+INLINE F32 load(const int8_t* from, int64_t count) {
+  const I8 bytes = count >= kLanes ? load_raw<I8>(from) : load_some<I8>(from, count);
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+  int64_t low;
+  std::memcpy(&low, &bytes, sizeof low);
+  return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(low)));
+#else
+  return __builtin_convertvector(bytes, F32);
+#endif
+}
+
 INLINE void store(float* to, F32 value, int64_t count) {
   std::memcpy(to, &value, count >= kLanes ? sizeof value : static_cast<size_t>(count) * sizeof(float));
 }
@@ -109,6 +124,20 @@ INLINE void store(BFloat16* to, F32 value, int64_t count) {
   } else {
     std::memcpy(to, &bits, static_cast<size_t>(count) * sizeof(BFloat16));
   }
+}
+
+// To nearest, ties to even; of values in [-127.5, 127.5]. Not by adding a large number: that may be fused with the
+// product that the value comes from, which rounds differently.
+INLINE void store(int8_t* to, F32 value, int64_t count) {
+#if defined(__AVX512F__)
+  const I8 bytes = (I8)_mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)value));
+#elif defined(__AVX2__)
+  const I8 bytes = __builtin_convertvector((I32)_mm256_cvtps_epi32((__m256)value), I8);
+#else
+  I8 bytes{};
+  for (int lane = 0; lane < kLanes; ++lane) bytes[lane] = static_cast<int8_t>(__builtin_rintf(value[lane]));
+#endif
+  std::memcpy(to, &bytes, count >= kLanes ? sizeof bytes : static_cast<size_t>(count));
 }
 
 // What a value becomes when it is kept in the dtype.

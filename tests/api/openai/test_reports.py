@@ -38,7 +38,7 @@ async def test_models(description: ModelDescription) -> None:
 
 
 async def test_debug_engine(description: ModelDescription) -> None:
-    async with serving(description, role="decode") as server:
+    async with serving(description, role="decode", kv_dtype="int8") as server:
         server.engine.peers = {"prefill-1": "dtype: ours 'bfloat16', theirs 'float32'"}
         server.engine.verdict = Health(healthy=False, reason="hung")
         server.engine.metrics.stats_changed(EngineStats(paused="new"))
@@ -62,6 +62,7 @@ async def test_debug_engine(description: ModelDescription) -> None:
         # SmolLM2, from models.md.
         assert (layout["num_layers"], layout["num_kv_heads"], layout["head_size"]) == (30, 3, 64)
         assert (layout["model_digest"], layout["dtype"]) == (description.digest, "bfloat16")
+        assert layout["kv_dtype"] == "int8"
 
 
 async def test_debug_blocks(description: ModelDescription) -> None:

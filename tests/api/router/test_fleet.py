@@ -104,9 +104,10 @@ def test_a_prefill_engine_that_nobody_can_read_says_so_with_both_values() -> Non
     assert prefill.reason == "not paired with decode-0: dtype 'bfloat16' here and 'float32' there"
 
 
-def test_engines_of_another_layout_are_no_pair() -> None:
+@pytest.mark.parametrize("differing", [{"dtype": "bfloat16"}, {"kv_dtype": "int8"}], ids=str)
+def test_engines_of_another_layout_are_no_pair(differing: dict[str, str]) -> None:
     fleet = fleet_of(2, 1)
-    fleet.probed(url("prefill-0"), report("prefill-0", kv_layout={**LAYOUT, "dtype": "bfloat16"}), 1.0)
+    fleet.probed(url("prefill-0"), report("prefill-0", kv_layout={**LAYOUT, **differing}), 1.0)
     assert [chosen(fleet) for _ in range(2)] == [("prefill-1", "decode-0")] * 2
 
 

@@ -11,6 +11,8 @@ import torch
 from runner.device import Device
 from runner.kernels.cpu.backend import TIERS, CpuKernels, load
 from runner.kernels.errors import BackendUnavailable
+from runner.kv_pool import KVPool
+from runner.kv_quantisation import quantise
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +52,16 @@ class Inputs(msgspec.Struct):
     angles: torch.Tensor
     positions: torch.Tensor
     stored: torch.Tensor
+    scales: torch.Tensor | None = None
 
     def attention(self, layer: int) -> tuple[torch.Tensor | int | float, ...]:
         scale = self.pool.shape[-1] ** -0.5
-        return self.qkv, self.pool, self.block_tables, self.starts, self.contexts, layer, scale
+        own = self.qkv, self.pool, self.block_tables, self.starts, self.contexts, layer, scale
+        return own if self.scales is None else (*own, self.scales)
+
+    def storing(self, layer: int) -> tuple[torch.Tensor | int, ...]:
+        own = self.qkv, self.angles, self.positions, self.pool, self.stored, layer
+        return own if self.scales is None else (*own, self.scales)
 
 
 def inputs(case: Case, dtype: torch.dtype, seed: int = 0, layer: int = 1) -> Inputs:
@@ -93,3 +101,22 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0, layer: int = 1) -> Inp
         positions=torch.cat([torch.arange(context, context + count) for context, count in case.rows]),
         stored=torch.tensor(stored),
     )
+
+
+def in_int8(given: Inputs) -> Inputs:
+    """The same with an int8 pool as an engine has it; whatever a row may not read has the scale NaN."""
+    blocks, kv_heads, layers, _, block_size, head_size = given.pool.shape
+    pool = KVPool(
+        Device("cpu", "bfloat16", torch.get_num_threads()),
+        num_blocks=blocks,
+        kv_heads=kv_heads,
+        layers=layers,
+        block_size=block_size,
+        head_size=head_size,
+        kv_dtype="int8",
+    )
+    assert pool.scales is not None
+    quantised, scales = quantise(given.pool)
+    pool.tensor.copy_(torch.where(scales.isnan()[..., None], -128, quantised))
+    pool.scales.copy_(scales)
+    return msgspec.structs.replace(given, pool=pool.tensor, scales=pool.scales)

@@ -21,17 +21,21 @@ from tests.runner.harness import Harness
 PROMPTS = [np.random.default_rng(seed).integers(0, 320, 10 + 37 * seed).tolist() for seed in range(5)]
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "drawn"]
 )
 def test_bfloat16_text_does_not_depend_on_chunks_or_company(
     sampling: SamplingParams,
+    kv_dtype: str,
     native: CpuKernels,
     tiny_model: Callable[..., tuple[Any, Path]],
     tmp_path: Path,
 ) -> None:
     description = resolve(str(tiny_model()[1]), tmp_path)
-    runner = ModelRunner(description, device="cpu", dtype="bfloat16", num_blocks=120, block_size=16, threads=0)
+    runner = ModelRunner(
+        description, device="cpu", dtype="bfloat16", kv_dtype=kv_dtype, num_blocks=120, block_size=16, threads=0
+    )
     harness = Harness(runner, 120, 16)
     together = harness.run(PROMPTS, 30, sampling=[sampling] * 5)
     assert len({tuple(text) for text in together}) == 5

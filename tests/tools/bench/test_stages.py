@@ -14,6 +14,7 @@ from tools.bench.step_profile import Profile, markdown
 
 # 2 layers, hidden 4, intermediate 6, 2 heads of 2 and 1 KV head, 10 tokens of vocabulary.
 MODEL = ModelDescription("", "", "llama", "", 10, 64, 4, 6, 2, 2, 1, 2, 1e-5, 1e5)
+TOKEN_BYTES = 2 * 4 * 2  # 2 layers, key and value of 2 each, bfloat16
 BYTES = Machine(bytes_from_memory=1.0, bytes_from_cache=2.0, operations=1e30, call_s=0.0)
 OPERATIONS = Machine(bytes_from_memory=1e30, bytes_from_cache=1e30, operations=1.0, call_s=0.0)
 
@@ -23,9 +24,9 @@ def test_bytes_of_a_decode_step() -> None:
 
     Per layer: qkv 4·(4+2+2), output 4·4, gate and up 2·4·6, down 6·4 = 120 weights; 10 tokens of 2·2 values each.
     """
-    found = floors(Shape(3, 9, 1), MODEL, torch.bfloat16, BYTES)
+    found = floors(Shape(3, 9, 1), MODEL, torch.bfloat16, TOKEN_BYTES, BYTES)
     assert found["weight products"] == 2 * 120 * 2
-    assert found["attention"] == kv_bytes(Shape(3, 9, 1), MODEL, 2) == 2 * 3 * 10 * 4 * 2
+    assert found["attention"] == kv_bytes(Shape(3, 9, 1), TOKEN_BYTES) == 2 * 3 * 10 * 4 * 2
     assert found["output head"] == 10 * 4 * 2
     assert found["SwiGLU"] == 2 * 3 * 18 * 2 / 2, "at the caches' rate"
     assert found["norms"] == 5 * 3 * 16 * 2 / 2, "two a layer and the last"
@@ -37,7 +38,7 @@ def test_operations_of_a_prefill() -> None:
 
     Behind the last layer's attention one token goes on: 2 · (32 · 8 + 88 · 5) operations of weight products.
     """
-    found = floors(Shape(1, 2, 4), MODEL, torch.bfloat16, OPERATIONS)
+    found = floors(Shape(1, 2, 4), MODEL, torch.bfloat16, TOKEN_BYTES, OPERATIONS)
     assert found["attention"] == 4 * 2 * 18 * 4
     assert found["weight products"] == 2 * (32 * 8 + 88 * 5)
     assert found["output head"] == 2 * 40
@@ -51,7 +52,7 @@ def test_what_does_not_fit_the_caches_comes_from_memory(monkeypatch: pytest.Monk
 
 def test_every_call_costs_something() -> None:
     calls = Machine(1e30, 1e30, 1e30, call_s=1.0)
-    found = floors(Shape(1, 0, 1), MODEL, torch.bfloat16, calls)
+    found = floors(Shape(1, 0, 1), MODEL, torch.bfloat16, TOKEN_BYTES, calls)
     assert {stage: round(seconds) for stage, seconds in found.items()} == {
         "weight products": 8,
         "attention": 2,
