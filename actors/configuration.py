@@ -109,6 +109,12 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     )
     device: Annotated[Literal["cpu", "cuda"], Meta(description="where the model runs")] = "cpu"
     dtype: Annotated[DType, Meta(description="of weights, activations and KV cache")] = "bfloat16"
+    weights: Annotated[
+        Literal["dense", "stored"],
+        Meta(
+            description="dense: expanded to --dtype; stored: quantised matrices of a GGUF are computed on as they are"
+        ),
+    ] = "dense"
     kv_memory: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

@@ -46,6 +46,7 @@ async def run_worker(settings: WorkerSettings) -> None:
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
         threads=settings.threads,
+        weights=settings.weights,
     )
     loop = asyncio.get_running_loop()
     runner = await loop.run_in_executor(thread, make_runner)

@@ -22,6 +22,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Embedding = Callable[[torch.Tensor], torch.Tensor]
 Mark = float | torch.cuda.Event  # a point in the device's work, see `Device.mark`
 
 

@@ -6,6 +6,7 @@ the steps in progress. Several may be in progress: a step's input tokens are tak
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from runner.weights.files import open_weights
 
 _WARM_UP_TOKENS = 256
 
+logger = logging.getLogger(__name__)
+
 
 class ModelRunner:
     kv_pool: KVPool
@@ -43,13 +46,15 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         threads: int,
+        weights: str = "dense",
         random_seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Loads the weights and makes the pool of `num_blocks` blocks, the null block 0 among them.
 
-        `threads` 0: all cores. Raises ConfigurationError for weights that are damaged or do not fit the description,
-        and for a device, dtype or pool that this machine does not have room for.
+        `threads` 0: all cores. `weights` "stored": quantised matrices of a GGUF are computed on as they are. Raises
+        ConfigurationError for weights that are damaged or do not fit the description, and for a device, dtype or pool
+        that this machine does not have room for.
         """
         self._device = Device(device, dtype, threads)
         self._kernels = choose(self._device)
@@ -59,9 +64,11 @@ class ModelRunner:
         with torch.inference_mode():
             self._model: LlamaModel | TransformersModel
             if description.modelling == "transformers":
+                if weights == "stored":
+                    logger.info("matrices dense: all; transformers' own code computes this model")
                 self._model = TransformersModel(description, self._device)
             else:
-                source = open_weights(description, self._device)
+                source = open_weights(description, self._device, weights == "stored")
                 self._model = LlamaModel(description, source, self._device, self._kernels, description.context_length)
         # Not in inference mode: others may write into it, such as a transfer.
         self.kv_pool = KVPool(
