@@ -138,6 +138,12 @@ def _keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
+def give_back_freed_memory() -> None:
+    """What loading a model leaves on the heap goes back to the system, once: a few hundred MB."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 # torch's cache and oneDNN's own below it; both are read at the first product.
 _KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 _KEPT_KERNELS = 256

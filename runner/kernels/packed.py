@@ -17,6 +17,7 @@ from runner.weights.quantized import QuantizedMatrix
 
 PANEL = 16
 _ALIGNMENT = 64
+_OUTPUTS_AT_ONCE = 128 * PANEL
 
 
 class PackedMatrix(msgspec.Struct, frozen=True):
@@ -31,16 +32,19 @@ class PackedMatrix(msgspec.Struct, frozen=True):
 
 
 def pack(matrix: QuantizedMatrix) -> PackedMatrix:
+    """Slice by slice, so that beside the panels little memory is needed."""
     outputs, inputs = matrix.shape
-    pad = (0, 0, 0, -outputs % PANEL)
-    parts = [_packed_codes(F.pad(matrix.codes, pad), matrix.bits)]
-    for numbers in (matrix.scales, matrix.minima):
-        if numbers is not None:
-            columns = F.pad(numbers.half(), pad).view(-1, PANEL, inputs // matrix.group).transpose(1, 2)
-            parts.append(columns.reshape(len(columns), -1).view(torch.uint8))
-    fill = -sum(part.shape[1] for part in parts) % _ALIGNMENT
-    panels = F.pad(torch.cat(parts, 1), (0, fill))
-    return PackedMatrix(panels, outputs, inputs, matrix.bits, matrix.group, matrix.minima is not None)
+    has_minima = matrix.minima is not None
+    num_bytes = inputs * PANEL * matrix.bits // 8 + inputs // matrix.group * PANEL * 2 * (1 + has_minima)
+    panels = torch.zeros(-(-outputs // PANEL), -(-num_bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
+    for first in range(0, outputs, _OUTPUTS_AT_ONCE):
+        part = matrix.rows(first, first + _OUTPUTS_AT_ONCE)
+        columns = [_packed_codes(part.codes, part.bits), _packed_numbers(part.scales)]
+        if part.minima is not None:
+            columns.append(_packed_numbers(part.minima))
+        to = panels[first // PANEL :]
+        torch.cat(columns, 1, out=to[: len(columns[0]), :num_bytes])
+    return PackedMatrix(panels, outputs, inputs, matrix.bits, matrix.group, has_minima)
 
 
 def unpacked(panels: torch.Tensor, inputs: int, bits: int, group: int, has_minima: bool) -> torch.Tensor:
@@ -60,8 +64,19 @@ def unpacked(panels: torch.Tensor, inputs: int, bits: int, group: int, has_minim
 
 
 def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [outputs, inputs], whole panels → [panels, bytes]."""
+    """uint8 [outputs, inputs] → [panels, bytes]."""
+    codes = _whole_panels(codes)
     if bits == 4:
         pairs = codes.view(len(codes), -1, 2, 4)
         codes = (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
     return codes.view(-1, PANEL, codes.shape[1] // 4, 4).transpose(1, 2).reshape(len(codes) // PANEL, -1)
+
+
+def _packed_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """float32 [outputs, groups] → float16 of 16 outputs side by side, uint8 [panels, bytes]."""
+    columns = _whole_panels(numbers.half()).view(-1, PANEL, numbers.shape[1]).transpose(1, 2)
+    return columns.reshape(len(columns), -1).view(torch.uint8)
+
+
+def _whole_panels(rows: torch.Tensor) -> torch.Tensor:
+    return F.pad(rows, (0, 0, 0, -len(rows) % PANEL))

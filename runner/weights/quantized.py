@@ -60,6 +60,9 @@ class QuantizedMatrix(msgspec.Struct, frozen=True):
         minima = None if self.minima is None else order(self.minima)
         return msgspec.structs.replace(self, codes=order(self.codes), scales=order(self.scales), minima=minima)
 
+    def rows(self, first: int, last: int) -> Self:
+        return self.reordered(lambda matrix: matrix[first:last])
+
     def dequantized(self) -> torch.Tensor:
         """float32 [outputs, inputs]."""
         grouped = self.codes.float().view(len(self.codes), -1, self.group).sub_(self.zero)

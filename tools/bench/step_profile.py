@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,6 +26,7 @@ from actors.messages.request import SamplingParams
 from runner.device import Device
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
+from runner.weights.gguf_header import read_gguf_header
 
 BLOCK_SIZE = 16
 _READ_BYTES, _PRODUCT_SIZE = 1 << 28, 2048
@@ -155,12 +157,22 @@ def plans(shape: Shape, vocabulary: int, round_: int) -> tuple[StepPlan, StepPla
     return first, again
 
 
-def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machine) -> dict[str, float]:
-    """Seconds. Activations are counted once in and once out."""
+def stored_bytes(d: ModelDescription) -> tuple[int, int]:
+    """Of the matrices as the GGUF has them: those of the layers, and the output head."""
+    tensors = read_gguf_header(Path(d.weights)).tensors
+    layers = sum(tensor.num_bytes for name, tensor in tensors.items() if name.startswith("blk."))
+    return layers, tensors["token_embd.weight" if d.tie_word_embeddings else "output.weight"].num_bytes
+
+
+def floors(
+    shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machine, stored: bool = False
+) -> dict[str, float]:
+    """Seconds. Activations are counted once in and once out. Of whole-number products the rate is that of `dtype`."""
     size, tokens = dtype.itemsize, shape.rows * shape.tokens
     query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
     per_layer = d.hidden_size * (2 * query + 2 * key + 3 * d.intermediate_size)
     weights, head = d.num_layers * per_layer, d.vocab_size * d.hidden_size
+    weight_bytes, head_bytes = stored_bytes(d) if stored else (weights * size, head * size)
     end = shape.context + shape.tokens
     pairs = shape.rows * shape.tokens * (shape.context + end + 1) / 2
 
@@ -168,14 +180,14 @@ def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machi
         return float(d.num_layers * tokens * width * size)
 
     return {
-        "weight products": machine.floor(weights * size, 2.0 * weights * tokens),
+        "weight products": machine.floor(weight_bytes, 2.0 * weights * tokens),
         "attention": machine.floor(
             d.num_layers * shape.rows * end * 2 * key * size, 4.0 * d.num_layers * pairs * query
         ),
         "rotation, KV write": machine.floor(activations(2 * query + 4 * key)),
         "norms": machine.floor(activations(8 * d.hidden_size)),
         "SwiGLU": machine.floor(activations(3 * d.intermediate_size)),
-        "output head": machine.floor(head * size, 2.0 * head * shape.rows),
+        "output head": machine.floor(head_bytes, 2.0 * head * shape.rows),
         "sampling": machine.floor(4.0 * shape.rows * d.vocab_size),
     }
 
@@ -201,7 +213,9 @@ def products_alone(runner: ModelRunner, d: ModelDescription, tokens: int, rows: 
     return run
 
 
-def profile(runner: ModelRunner, d: ModelDescription, shape: Shape, machine: Machine, rounds: int) -> Table:
+def profile(
+    runner: ModelRunner, d: ModelDescription, shape: Shape, machine: Machine, rounds: int, stored: bool
+) -> Table:
     watch = Stopwatch()
     alone = products_alone(runner, d, shape.rows * shape.tokens, shape.rows)
     plain_launch = runner.launch
@@ -219,7 +233,7 @@ def profile(runner: ModelRunner, d: ModelDescription, shape: Shape, machine: Mac
         watch.seconds = {}
         runner.launch(again)
         seen.append(watch.seconds)
-    return _table(shape, floors(shape, d, runner.kv_pool.tensor.dtype, machine), seen, steps, products)
+    return _table(shape, floors(shape, d, runner.kv_pool.tensor.dtype, machine, stored), seen, steps, products)
 
 
 def _table(
@@ -250,13 +264,14 @@ def _table(
 @click.command()
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
+@click.option("--weights", default="dense", show_default=True, type=click.Choice(["dense", "stored"]))
 @click.option("--threads", default=0, help="0: all cores.")
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--only", type=click.Choice(["decode", "prefill"]))
 @click.option(
     "--trace", is_flag=True, help="Instead: one decode step as torch's profiler sees it, operator by operator."
 )
-def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, trace: bool) -> None:
+def main(model: str, dtype: str, weights: str, threads: int, rounds: int, only: str | None, trace: bool) -> None:
     """The stages of decode and prefill steps."""
     description = resolve(model)
     shapes = {"decode": DECODES, "prefill": PREFILLS}
@@ -264,7 +279,13 @@ def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, tr
     for shape in [shape for kind, group in shapes.items() if only in (None, kind) for shape in group]:
         num_blocks = 1 + shape.rows * -(-(shape.context + shape.tokens) // BLOCK_SIZE)
         runner = ModelRunner(
-            description, device="cpu", dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, threads=threads
+            description,
+            device="cpu",
+            dtype=dtype,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            threads=threads,
+            weights=weights,
         )
         if trace:
             first, again = plans(shape, description.vocab_size, rounds)
@@ -274,7 +295,7 @@ def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, tr
             print(f"{shape}\n{profiler.key_averages().table(sort_by='self_cpu_time_total', row_limit=20)}")
             continue
         machine = measure_machine(Device("cpu", dtype, threads))
-        table = profile(runner, description, shape, machine, rounds)
+        table = profile(runner, description, shape, machine, rounds, weights == "stored")
         console.print(table)
         console.print(
             f"machine: {machine.bytes_per_second / 1e9:.1f} GB/s, "
