@@ -95,6 +95,7 @@ def main() -> None:
     sys.setswitchinterval(GIL_SWITCH_S)
     settings = msgspec.json.decode(sys.argv[1], type=WorkerSettings)
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker of {settings.engine_id}: %(message)s")
+    logging.getLogger("runner").setLevel(logging.INFO)  # what it found, built and loaded
     try:
         run(partial(run_worker, settings))
     except ConfigurationError as error:

@@ -34,13 +34,13 @@ def perplexity(runner: ModelRunner, token_ids: Sequence[int]) -> float:
     surprise = 0.0
     for start in range(0, len(tokens) - 1, _CHUNK):
         end = min(len(tokens) - 1, start + _CHUNK)
-        logits = runner.score(_plan(tokens, start, end))
+        logits = runner.score(plan_of(tokens, start, end))
         targets = logits.new_tensor(tokens[start + 1 : end + 1]).long()
         surprise += float((logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]).double().sum())
     return math.exp(surprise / (len(tokens) - 1))
 
 
-def _plan(tokens: np.ndarray[tuple[int], np.dtype[np.int32]], start: int, end: int) -> StepPlan:
+def plan_of(tokens: np.ndarray[tuple[int], np.dtype[np.int32]], start: int, end: int) -> StepPlan:
     """Computes tokens [start, end) of the one request."""
     blocks = np.arange(1, num_blocks_for(len(tokens)), dtype=np.int32) if start == 0 else np.empty(0, np.int32)
     new = (NewRequest("text", tokens.tobytes(), len(tokens), SamplingParams()),) if start == 0 else ()
