@@ -113,6 +113,12 @@ class EngineConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         KVDType, Meta(description="of the KV cache; auto: --dtype; int8 holds nearly twice the tokens of bfloat16")
     ] = "auto"
+    weights: Annotated[
+        Literal["dense", "stored"],
+        Meta(
+            description="dense: expanded to --dtype; stored: quantised matrices of a GGUF are computed on as they are"
+        ),
+    ] = "dense"
     kv_memory: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

@@ -220,5 +220,6 @@ def worker_settings(configuration: EngineConfiguration, description: ModelDescri
         transport=configuration.transport,
         lease_s=configuration.lease,
         renewal_s=configuration.lease_renewal,
+        weights=configuration.weights,
         fault=configuration.fault,
     )

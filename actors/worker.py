@@ -47,6 +47,7 @@ async def run_worker(settings: WorkerSettings) -> None:
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,
         threads=settings.threads,
+        weights=settings.weights,
     )
     loop = asyncio.get_running_loop()
     runner = await loop.run_in_executor(thread, make_runner)
@@ -95,6 +96,7 @@ def main() -> None:
     sys.setswitchinterval(GIL_SWITCH_S)
     settings = msgspec.json.decode(sys.argv[1], type=WorkerSettings)
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker of {settings.engine_id}: %(message)s")
+    logging.getLogger("runner").setLevel(logging.INFO)  # what it found, built and loaded
     try:
         run(partial(run_worker, settings))
     except ConfigurationError as error:

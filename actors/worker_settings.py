@@ -30,4 +30,5 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     lease_s: float
     renewal_s: float
+    weights: str = "dense"
     fault: str | None = None

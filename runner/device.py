@@ -22,6 +22,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Embedding = Callable[[torch.Tensor], torch.Tensor]
 Mark = float | torch.cuda.Event  # a point in the device's work, see `Device.mark`
 
 
@@ -149,6 +150,12 @@ def _keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
         mallopt(_M_ARENA_MAX, 1)
+
+
+def give_back_freed_memory() -> None:
+    """What loading a model leaves on the heap goes back to the system, once: a few hundred MB."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # torch's cache and oneDNN's own below it; both are read at the first product.

@@ -6,6 +6,7 @@ the steps in progress. Several may be in progress: a step's input tokens are tak
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from actors.messages.model import ModelDescription
 from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
 from runner.batch import Batch, BatchBuilder, Geometry
-from runner.device import Device
+from runner.device import Device, give_back_freed_memory
 from runner.kernels.registry import choose
 from runner.kv_pool import KVPool
 from runner.last_tokens import LastTokens
@@ -29,6 +30,8 @@ from runner.transformers_model.model import TransformersModel
 from runner.weights.files import open_weights
 
 _WARM_UP_TOKENS = 256
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -44,13 +47,15 @@ class ModelRunner:
         block_size: int,
         threads: int,
         kv_dtype: str = "auto",
+        weights: str = "dense",
         random_seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Loads the weights and makes the pool of `num_blocks` blocks, the null block 0 among them.
 
-        `threads` 0: all cores. Raises ConfigurationError for weights that are damaged or do not fit the description,
-        and for a device, dtype or pool that this machine does not have room for.
+        `threads` 0: all cores. `weights` "stored": quantised matrices of a GGUF are computed on as they are. Raises
+        ConfigurationError for weights that are damaged or do not fit the description, and for a device, dtype or pool
+        that this machine does not have room for.
         """
         self._device = Device(device, dtype, threads)
         self._kernels = choose(self._device)
@@ -60,10 +65,13 @@ class ModelRunner:
         with torch.inference_mode(), self._device.loading():
             self._model: LlamaModel | TransformersModel
             if description.modelling == "transformers":
+                if weights == "stored":
+                    logger.info("matrices dense: all; transformers' own code computes this model")
                 self._model = TransformersModel(description, self._device)
             else:
-                source = open_weights(description, self._device)
+                source = open_weights(description, self._device, weights == "stored")
                 self._model = LlamaModel(description, source, self._device, self._kernels, description.context_length)
+        give_back_freed_memory()
         # Not in inference mode: others may write into it, such as a transfer.
         self.kv_pool = KVPool(
             self._device,
@@ -106,12 +114,15 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> tuple[Batch, torch.Tensor] | None:
         """The first half of `launch`: the batch, and float32 logits [sampling rows, vocabulary]. None without rows."""
-        rows = self._requests.apply(plan)
-        if not rows:
-            return None
-        self._last_tokens.make_room(self._requests.num_slots)
-        batch = self._builder.build(rows)
-        return batch, self._forward(batch)
+        batch = self._batch(plan)
+        return None if batch is None else (batch, self._forward(batch, batch.sampling_tokens))
+
+    @torch.inference_mode()
+    def score(self, plan: StepPlan) -> torch.Tensor:
+        """float32 [tokens, vocabulary]: the logits of every token of a plan of one request. Nothing is sampled."""
+        batch = self._batch(plan)
+        assert batch is not None
+        return self._forward(batch, torch.arange(plan.num_tokens, device=self._device.torch))
 
     def warm_up(self) -> float:
         """One prefill with a context, decodes and a draw, in the null block: the first request then finds all ready.
@@ -136,16 +147,24 @@ class ModelRunner:
             )
             with torch.inference_mode():
                 batch = self._builder.build(table.apply(plan))
-                self._sample(batch, self._forward(batch))
+                self._sample(batch, self._forward(batch, batch.sampling_tokens))
                 self.kv_pool.clear_null_block()
             seconds_per_token = seconds_per_token or (self._clock() - started) / scheduled
         return seconds_per_token
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _batch(self, plan: StepPlan) -> Batch | None:
+        rows = self._requests.apply(plan)
+        if not rows:
+            return None
+        self._last_tokens.make_room(self._requests.num_slots)
+        return self._builder.build(rows)
+
+    def _forward(self, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits of the packed tokens `wanted`."""
         if batch.fresh_blocks is not None:
             self.kv_pool.clear(batch.fresh_blocks)
         self._last_tokens.fill_in(batch)
-        return self._model.logits_of(batch, self.kv_pool, batch.sampling_tokens)
+        return self._model.logits_of(batch, self.kv_pool, wanted)
 
     def _sample(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         """int64 [sampling rows], on the device."""

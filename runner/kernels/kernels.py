@@ -11,9 +11,11 @@ from typing import Protocol
 import torch
 
 from runner.batch import Batch
-from runner.device import Linear
+from runner.device import Embedding, Linear
+from runner.kernels.packed import PackedMatrix
 from runner.kv_pool import KVPool
 from runner.sampling import Draw
+from runner.weights.quantized import QuantizedMatrix
 
 
 class Attention(Protocol):
@@ -30,8 +32,14 @@ class Attention(Protocol):
 class Kernels(Protocol):
     name: str  # for people: which set this is
 
-    def linear(self, weight: torch.Tensor) -> Linear:
+    def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
+        """On the device, as `linear` and `embedding` take it."""
+
+    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
         """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in] is laid out once, as suits the device."""
+
+    def embedding(self, weight: torch.Tensor | PackedMatrix) -> Embedding:
+        """token_ids int64 [tokens] → those rows of `weight` [vocabulary, hidden], in the device's dtype."""
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

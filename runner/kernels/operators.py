@@ -10,6 +10,8 @@ device without a kernel of its own. A backend adds its kernels under its dispatc
 | draw | one token of each row of float32 logits, see runner/sampling.py |
 | pack_weight | a weight matrix [outputs, inputs] in the panels that packed_linear reads |
 | packed_linear | input · weightᵀ of a packed weight matrix |
+| quantized_linear | the same of a quantised one, see packed.py; activations become whole numbers too |
+| quantized_embedding | rows of a quantised matrix as numbers |
 
 pool [blocks, kv_heads, layers, 2, block_size, head_size]; scales, of an int8 pool only, bfloat16 [blocks, kv_heads,
 layers, 2, block_size], see kv_quantisation.py; the layers of a head are dense, heads may lie apart; qkv [tokens,
@@ -71,6 +73,18 @@ def _fake_packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int)
     return input.new_empty(input.shape[0], outputs)
 
 
+def _fake_quantized_linear(
+    input: torch.Tensor, panels: torch.Tensor, outputs: int, bits: int, group: int, has_minima: bool
+) -> torch.Tensor:
+    return input.new_empty(input.shape[0], outputs)
+
+
+def _fake_quantized_embedding(
+    token_ids: torch.Tensor, panels: torch.Tensor, like: torch.Tensor, bits: int, group: int, has_minima: bool
+) -> torch.Tensor:
+    return like.new_empty(len(token_ids), len(like))
+
+
 def _fake_draw(
     logits: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
@@ -103,6 +117,17 @@ for _schema, _implementation, _fake in (
     ),
     ("pack_weight(Tensor weight) -> Tensor", reference.pack_weight, _fake_pack_weight),
     ("packed_linear(Tensor input, Tensor panels, int outputs) -> Tensor", reference.packed_linear, _fake_packed_linear),
+    (
+        "quantized_linear(Tensor input, Tensor panels, int outputs, int bits, int group, bool has_minima) -> Tensor",
+        reference.quantized_linear,
+        _fake_quantized_linear,
+    ),
+    (
+        "quantized_embedding(Tensor token_ids, Tensor panels, Tensor like, int bits, int group, bool has_minima) "
+        "-> Tensor",
+        reference.quantized_embedding,
+        _fake_quantized_embedding,
+    ),
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]

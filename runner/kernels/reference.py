@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from runner.kernels.packed import unpacked
 from runner.kv_quantisation import dequantise, quantise
 from runner.sampling import gumbel
 
 PANEL = 16  # outputs of a packed weight matrix that lie together
+ACTIVATION_GROUP = 32  # inputs of one scale, where activations are whole numbers
+SMALLEST_ACTIVATION = 1e-35  # a group that reaches no further is zero
 
 
 def add_rms_norm(
@@ -41,6 +44,37 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 def packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int) -> torch.Tensor:
     weight = panels.view(len(panels), -1, PANEL, 2).transpose(1, 2).reshape(-1, input.shape[1])
     return F.linear(input, weight[:outputs])
+
+
+def rounded_rows(input: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, inputs]: each 32 values of a row as multiples of a 127th of the largest, up to 127 of them.
+
+    A group with a value that is not finite is NaN.
+    """
+    groups = input.float().view(len(input), -1, ACTIVATION_GROUP)
+    largest = groups.abs().amax(-1, keepdim=True)
+    counted = largest > SMALLEST_ACTIVATION  # below it the quotient overflows
+    codes = (
+        groups * largest.new_tensor(127).div(largest)
+    ).round_()  # 127 / largest would be a reciprocal, rounded twice
+    finite = largest.isfinite()
+    scales = torch.where(finite, largest / 127, torch.nan)
+    return torch.where(counted | ~finite, codes * scales, 0.0).view(input.shape)
+
+
+def quantized_linear(
+    input: torch.Tensor, panels: torch.Tensor, outputs: int, bits: int, group: int, has_minima: bool
+) -> torch.Tensor:
+    weight = unpacked(panels, input.shape[1], bits, group, has_minima).flatten(0, 1)[:outputs]
+    return F.linear(rounded_rows(input), weight).to(input.dtype)
+
+
+def quantized_embedding(
+    token_ids: torch.Tensor, panels: torch.Tensor, like: torch.Tensor, bits: int, group: int, has_minima: bool
+) -> torch.Tensor:
+    """`like` [hidden] says the width and the dtype of the result [tokens, hidden]."""
+    rows = unpacked(panels[token_ids // PANEL], len(like), bits, group, has_minima)
+    return rows[torch.arange(len(rows), device=rows.device), token_ids % PANEL].to(like.dtype)
 
 
 def draw(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
+import torch.nn.functional as F
 
 from runner.attention.paged import PagedAttention
 from runner.batch import Batch
-from runner.device import Device, Linear
-from runner.kernels import reference
+from runner.device import Device, Embedding, Linear
+from runner.kernels import packed_products, reference
+from runner.kernels.packed import PackedMatrix, pack
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, sample
+from runner.weights.quantized import QuantizedMatrix
 
 
 class TorchKernels:
@@ -20,8 +24,20 @@ class TorchKernels:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def linear(self, weight: torch.Tensor) -> Linear:
+    def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
+        packed = pack(matrix)
+        return msgspec.structs.replace(packed, panels=packed.panels.to(self._device.torch))
+
+    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
+        """A packed matrix is expanded anew in every product: slow on a CPU, but never in memory as a whole model."""
+        if isinstance(weight, PackedMatrix):
+            return packed_products.linear(weight)
         return self._device.linear(weight)
+
+    def embedding(self, weight: torch.Tensor | PackedMatrix) -> Embedding:
+        if isinstance(weight, PackedMatrix):
+            return packed_products.embedding(weight, self._device)
+        return lambda token_ids: F.embedding(token_ids, weight)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

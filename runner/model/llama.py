@@ -2,21 +2,42 @@
 
 Owns the weights and the order of operations; how an operation is computed is the kernels' business, where keys and
 values live the attention's. Query, key and value weights are one matrix, gate and up another. Intermediate dtypes
-follow HF's modeling_llama, so that float32 agrees to rounding.
+follow HF's modeling_llama, so that float32 agrees to rounding. Matrices are dense, or quantised as the file has them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
-import torch.nn.functional as F
 
 from actors.messages.model import ModelDescription
 from runner.batch import Batch
 from runner.device import Device, Linear
 from runner.kernels.kernels import Attention, Kernels
+from runner.kernels.packed import PackedMatrix
 from runner.kv_pool import KVPool
 from runner.model.rope import angle_table
+from runner.weights.quantized import QuantizedMatrix, joined
 from runner.weights.source import WeightSource
+
+
+def _laid_out(matrix: torch.Tensor | QuantizedMatrix, kernels: Kernels) -> torch.Tensor | PackedMatrix:
+    return kernels.pack(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
+
+
+def product_with(matrices: Sequence[torch.Tensor | QuantizedMatrix], kernels: Kernels) -> Linear:
+    """One product with all of them, one below the other; what cannot be one matrix is multiplied with in turn."""
+    products: list[Linear] = []
+    for _, group in groupby(matrices, lambda matrix: getattr(matrix, "form", None)):
+        alike = list(group)
+        stored = [matrix for matrix in alike if isinstance(matrix, QuantizedMatrix)]
+        dense = [matrix for matrix in alike if isinstance(matrix, torch.Tensor)]
+        products.append(kernels.linear(kernels.pack(joined(stored)) if stored else torch.cat(dense)))
+    if len(products) == 1:
+        return products[0]
+    return lambda x: torch.cat([product(x) for product in products], -1)
 
 
 class _Layer:
@@ -25,7 +46,7 @@ class _Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
         def together(*names: str, bias: bool) -> Linear:
-            product = kernels.linear(torch.cat([source.take(f"{name}_proj.weight") for name in names]))
+            product = product_with([source.take_matrix(f"{name}_proj.weight") for name in names], kernels)
             if not bias:
                 return product
             added = torch.cat([source.take(f"{name}_proj.bias") for name in names])
@@ -54,10 +75,13 @@ class LlamaModel:
     ) -> None:
         """Takes every tensor out of `source`. Raises ConfigurationError when one is missing, misshapen or left over."""
         self._description, self._kernels = description, kernels
-        self._embedding = source.take("model.embed_tokens.weight")
+        embedding = _laid_out(source.take_matrix("model.embed_tokens.weight"), kernels)
+        self._embed = kernels.embedding(embedding)
         self._layers = [_Layer(index, description, source, kernels) for index in range(description.num_layers)]
         self._norm = source.take("model.norm.weight")
-        head = self._embedding if description.tie_word_embeddings else source.take("lm_head.weight")
+        head = embedding
+        if not description.tie_word_embeddings:
+            head = _laid_out(source.take_matrix("lm_head.weight"), kernels)
         self._head = kernels.linear(head)
         source.finish()
         table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)
@@ -69,7 +93,7 @@ class LlamaModel:
         Every token leaves its keys and values in every layer; behind the last attention only the wanted ones go on.
         """
         kernels, epsilon = self._kernels, self._description.rms_norm_eps
-        hidden, delta = F.embedding(token_ids, self._embedding), None
+        hidden, delta = self._embed(token_ids), None
         for index, layer in enumerate(self._layers):
             normed = kernels.add_rms_norm(hidden, delta, layer.attention_norm, epsilon)
             qkv = layer.qkv(normed)

@@ -11,8 +11,11 @@ from runner.weights.safetensors_source import SafetensorsSource
 from runner.weights.source import WeightSource
 
 
-def open_weights(description: ModelDescription, device: Device) -> WeightSource:
-    """Raises ConfigurationError for weights that are missing, damaged or cut short."""
+def open_weights(description: ModelDescription, device: Device, stored: bool) -> WeightSource:
+    """`stored`: quantised matrices as the file holds them.
+
+    Raises ConfigurationError for weights that are missing, damaged or cut short.
+    """
     if Path(description.weights).is_dir():
-        return SafetensorsSource(description, device)
-    return GGUFSource(description, device)
+        return SafetensorsSource(description, device, stored)
+    return GGUFSource(description, device, stored)

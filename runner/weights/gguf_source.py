@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantised, under their Hugging Face names."""
+"""Weights of a GGUF file, under their Hugging Face names: dequantised, or as they are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
 from runner.device import Device
 from runner.weights.dequantize import dequantized
-from runner.weights.gguf_header import read_gguf_header
+from runner.weights.gguf_header import GGUFTensor, read_gguf_header
+from runner.weights.quantized import Bytes, QuantizedMatrix, quantized
 from runner.weights.source import WeightSource
 
 _GLOBAL = {
@@ -53,10 +54,10 @@ def rotary_halves_apart(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 class GGUFSource(WeightSource):
-    def __init__(self, description: ModelDescription, device: Device) -> None:
+    def __init__(self, description: ModelDescription, device: Device, stored: bool) -> None:
         header = read_gguf_header(Path(description.weights))
         self._tensors = {hugging_face_name(name): tensor for name, tensor in header.tensors.items()}
-        super().__init__(description, device, [name for name in self._tensors if name != _ROPE_FACTORS])
+        super().__init__(description, device, [name for name in self._tensors if name != _ROPE_FACTORS], stored)
         self._heads: dict[str, int] = {}  # of what lies interleaved
         if description.architecture == "llama":
             self._heads = {"q_proj": description.num_heads, "k_proj": description.num_kv_heads}
@@ -64,12 +65,26 @@ class GGUFSource(WeightSource):
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         try:
-            weight = dequantized(raw, tensor.shape, tensor.quantization, self._device.dtype)
+            weight = dequantized(self._raw(tensor), tensor.shape, tensor.quantization, self._device.dtype)
         except (NotImplementedError, ValueError) as error:
             raise ConfigurationError(
                 f"{self._path}: tensor {name} is in {tensor.quantization.name}, which cannot be read: {error}"
             ) from error
-        heads = self._heads.get(name.split(".")[-2])
+        heads = self._interleaved_heads(name)
         return weight if heads is None or weight.ndim != 2 else rotary_halves_apart(weight, heads)
+
+    def read_quantized(self, name: str) -> QuantizedMatrix | None:
+        tensor = self._tensors[name]
+        matrix = quantized(self._raw(tensor), tensor.shape, tensor.quantization)
+        heads = self._interleaved_heads(name)
+        return matrix if matrix is None or heads is None else matrix.reordered(lambda m: rotary_halves_apart(m, heads))
+
+    def kind(self, name: str) -> str:
+        return str(self._tensors[name].quantization.name)
+
+    def _raw(self, tensor: GGUFTensor) -> Bytes:
+        return self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        return self._heads.get(name.split(".")[-2])

@@ -19,13 +19,13 @@ _COMPUTED = "rotary_emb.inv_freq"
 
 
 class SafetensorsSource(WeightSource):
-    def __init__(self, description: ModelDescription, device: Device) -> None:
+    def __init__(self, description: ModelDescription, device: Device, stored: bool) -> None:
         files = weight_files(Path(description.weights))
         self._holder: dict[str, Any] = {}
         for path in files:
             handle: Any = safe_open(path, framework="pt")
             self._holder |= dict.fromkeys(handle.keys(), handle)
-        super().__init__(description, device, [name for name in self._holder if not name.endswith(_COMPUTED)])
+        super().__init__(description, device, [name for name in self._holder if not name.endswith(_COMPUTED)], stored)
 
     def read(self, name: str) -> torch.Tensor:
         try:
@@ -33,3 +33,6 @@ class SafetensorsSource(WeightSource):
         except SafetensorError as error:
             raise ConfigurationError(f"{self._path}: tensor {name} cannot be read: {error}") from error
         return tensor
+
+    def kind(self, name: str) -> str:
+        return str(self._holder[name].get_slice(name).get_dtype())

@@ -25,6 +25,7 @@ from runner.device import Device, Linear
 from runner.kernels import reference
 from runner.kernels.cpu.backend import load
 from runner.kernels.kernels import Attention
+from runner.kernels.packed import PackedMatrix
 from runner.kernels.torch_kernels import TorchKernels
 from runner.kv_pool import KVPool
 from runner.model.llama import LlamaModel
@@ -55,8 +56,8 @@ class Product(torch.nn.Module):
 class SeenThrough(TorchKernels):
     """Plain torch whose products inductor can see through."""
 
-    def linear(self, weight: torch.Tensor) -> Linear:
-        return Product(weight)
+    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
+        return Product(weight) if isinstance(weight, torch.Tensor) else super().linear(weight)
 
 
 class InPieces:
@@ -66,7 +67,7 @@ class InPieces:
         epsilon, layers = model._description.rms_norm_eps, model._layers
 
         def first(token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = F.embedding(token_ids, model._embedding)
+            hidden = model._embed(token_ids)
             return hidden, layers[0].qkv(_norm(hidden, layers[0].attention_norm, epsilon))
 
         def behind(layer: Any, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -114,7 +115,7 @@ def runner_for(way: str, d: ModelDescription, device: Device) -> ModelRunner:
     kernels: Any = {OURS: ours, PLAIN: plain}.get(way) or SeenThrough(device)
     runner = ModelRunner(d, device="cpu", dtype="bfloat16", num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, threads=0)
     with torch.inference_mode():
-        model = LlamaModel(d, open_weights(d, device), device, kernels, d.context_length)
+        model = LlamaModel(d, open_weights(d, device, False), device, kernels, d.context_length)
     attends = ours if way in (OURS, PIECES) else plain
 
     def all_of_it(token_ids: torch.Tensor, wanted: torch.Tensor, attention: Attention) -> torch.Tensor:

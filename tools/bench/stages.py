@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from actors.messages.model import ModelDescription
 from runner.device import Device
 from runner.kernels.kernels import Kernels
 from runner.model_runner import ModelRunner
+from runner.weights.gguf_header import read_gguf_header
 
 _READ_BYTES, _CACHED_BYTES = 1 << 28, 1 << 22
 _ROW_WIDTH, _PRODUCT_SIZE, _PRODUCT_ROWS = 1024, 2048, 1024
@@ -109,10 +111,25 @@ def kv_bytes(shape: Shape, token_bytes: float) -> float:
     return shape.rows * (shape.context + shape.tokens) * token_bytes
 
 
+def stored_bytes(d: ModelDescription) -> tuple[int, int]:
+    """Of the matrices as the GGUF has them: those of the layers, and the output head."""
+    tensors = read_gguf_header(Path(d.weights)).tensors
+    layers = sum(tensor.num_bytes for name, tensor in tensors.items() if name.startswith("blk."))
+    return layers, tensors["token_embd.weight" if d.tie_word_embeddings else "output.weight"].num_bytes
+
+
 def floors(
-    shape: Shape, d: ModelDescription, dtype: torch.dtype, token_bytes: float, machine: Machine
+    shape: Shape,
+    d: ModelDescription,
+    dtype: torch.dtype,
+    token_bytes: float,
+    machine: Machine,
+    stored: tuple[int, int] | None = None,
 ) -> dict[str, float]:
-    """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on."""
+    """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on.
+
+    `stored`: see `stored_bytes`; None: the weights are of `dtype`. The rate of operations is that of `dtype`.
+    """
     size, tokens = dtype.itemsize, shape.rows * shape.tokens
     query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
     before, behind = d.hidden_size * (query + 2 * key), d.hidden_size * (query + 3 * d.intermediate_size)
@@ -121,17 +138,18 @@ def floors(
     pairs = shape.rows * shape.tokens * (2 * shape.context + shape.tokens + 1) / 2
 
     layers = d.num_layers
+    weight_bytes, head_bytes = stored or (layers * (before + behind) * size, head * size)
 
     def activations(calls: int, width: int) -> float:
         return machine.activations(calls, float(tokens * width * size))
 
     return {
-        "weight products": machine.floor(4 * layers, layers * (before + behind) * size, 2.0 * products),
+        "weight products": machine.floor(4 * layers, weight_bytes, 2.0 * products),
         "attention": machine.floor(layers, kv_bytes(shape, token_bytes), 4.0 * layers * pairs * query),
         "rotation, KV write": activations(layers, 2 * query + 4 * key),
         "norms": activations(2 * layers + 1, 4 * d.hidden_size),
         "SwiGLU": activations(layers, 3 * d.intermediate_size),
-        "output head": machine.floor(1, head * size, 2.0 * head * shape.rows),
+        "output head": machine.floor(1, head_bytes, 2.0 * head * shape.rows),
         "sampling": machine.activations(1, 4.0 * shape.rows * d.vocab_size),
     }
 

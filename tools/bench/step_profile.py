@@ -21,7 +21,17 @@ from actors.messages.request import SamplingParams
 from runner.device import Device
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
-from tools.bench.stages import Machine, Reader, Shape, Stopwatch, floors, kv_bytes, measure_machine, seconds_of
+from tools.bench.stages import (
+    Machine,
+    Reader,
+    Shape,
+    Stopwatch,
+    floors,
+    kv_bytes,
+    measure_machine,
+    seconds_of,
+    stored_bytes,
+)
 
 BLOCK_SIZE = 16
 DECODES = (Shape(1, 300, 1), Shape(16, 300, 1), Shape(64, 150, 1))
@@ -97,7 +107,13 @@ def products_alone(runner: ModelRunner, d: ModelDescription, tokens: int, rows: 
 
 
 def profile(
-    runner: ModelRunner, d: ModelDescription, shape: Shape, machine: Machine, reader: Reader, rounds: int
+    runner: ModelRunner,
+    d: ModelDescription,
+    shape: Shape,
+    machine: Machine,
+    reader: Reader,
+    rounds: int,
+    weights: str = "dense",
 ) -> Profile:
     """Changes the runner for good: its stages are timed from here on."""
     watch = Stopwatch()
@@ -119,7 +135,9 @@ def profile(
         watch.seconds = {}
         runner.launch(again)
         seen.append(watch.seconds)
-    return Profile(str(shape), steps, products, reads, seen, floors(shape, d, pool.dtype, token_bytes, machine))
+    stored = stored_bytes(d) if weights == "stored" else None
+    least = floors(shape, d, pool.dtype, token_bytes, machine, stored)
+    return Profile(str(shape), steps, products, reads, seen, least)
 
 
 def markdown(found: Profile, machine: str) -> str:
@@ -151,6 +169,7 @@ def _ms(seconds: float) -> str:
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "int8"]))
+@click.option("--weights", default="dense", show_default=True, type=click.Choice(["dense", "stored"]))
 @click.option("--threads", default=0, help="0: all cores.")
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--only", type=click.Choice(list(SHAPES)))
@@ -159,7 +178,15 @@ def _ms(seconds: float) -> str:
     "--trace", is_flag=True, help="Instead: one decode step as torch's profiler sees it, operator by operator."
 )
 def main(
-    model: str, dtype: str, kv_dtype: str, threads: int, rounds: int, only: str | None, as_json: bool, trace: bool
+    model: str,
+    dtype: str,
+    weights: str,
+    kv_dtype: str,
+    threads: int,
+    rounds: int,
+    only: str | None,
+    as_json: bool,
+    trace: bool,
 ) -> None:
     """The stages of decode and prefill steps."""
     description = resolve(model)
@@ -169,6 +196,7 @@ def main(
             description,
             device="cpu",
             dtype=dtype,
+            weights=weights,
             kv_dtype=kv_dtype,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -184,7 +212,7 @@ def main(
         device = Device("cpu", dtype, threads)
         reader = Reader(device, runner._kernels)
         machine = measure_machine(device, runner._kernels, reader)
-        found = profile(runner, description, shape, machine, reader, rounds)
+        found = profile(runner, description, shape, machine, reader, rounds, weights)
         if as_json:
             print(msgspec.json.encode(found).decode(), flush=True)
         else:

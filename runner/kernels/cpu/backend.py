@@ -9,20 +9,25 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
+import msgspec
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
 from runner.batch import Batch
-from runner.device import Device, Linear
+from runner.device import Device, Embedding, Linear
+from runner.kernels import packed_products
 from runner.kernels.cpu.build import built
 from runner.kernels.cpu.large_pages import LargePages
 from runner.kernels.errors import BackendUnavailable
+from runner.kernels.packed import PackedMatrix, pack
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, keys_of
 from runner.store.cache import default_cache
+from runner.weights.quantized import QuantizedMatrix
 
-TIERS = ("avx512bf16", "avx512", "avx2", "portable")
+TIERS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 
 
 class NativeAttention:
@@ -71,8 +76,14 @@ class CpuKernels:
         """Of bfloat16 weights: a row's result then depends on the row alone. With AMX, oneDNN's are faster."""
         return bool(self._library.kvyard_multiplies())
 
-    def linear(self, weight: torch.Tensor) -> Linear:
+    def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
+        packed = pack(matrix)
+        return msgspec.structs.replace(packed, panels=self._large_pages.copy(packed.panels))
+
+    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
         """In bfloat16 our own product where it is the faster one; a row's result then depends on the row alone."""
+        if isinstance(weight, PackedMatrix):
+            return packed_products.linear(weight)
         outputs, inputs = weight.shape
         if weight.dtype is not torch.bfloat16 or inputs % 2 or not self.has_own_products:
             return self._device.linear(weight)
@@ -84,6 +95,11 @@ class CpuKernels:
             return product
 
         return packed_linear
+
+    def embedding(self, weight: torch.Tensor | PackedMatrix) -> Embedding:
+        if isinstance(weight, PackedMatrix):
+            return packed_products.embedding(weight, self._device)
+        return lambda token_ids: F.embedding(token_ids, weight)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

@@ -29,10 +29,18 @@ _FOLDER = Path(__file__).parent
 _LIBRARY = "kvyard_cpu.so"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
 _TORCH_FILES = ("operators.cpp", "threads.cpp")  # the only ones that see torch's headers
-_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")  # no CPU has the first without the others
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # Each compiles tier.cpp: the table's name and what the compiler may use.
 _TIERS = {"kPortable": ("-DKVYARD_FIRST_TIER",)}
-_X86_TIERS = {"kAvx2": ("-mavx2", "-mfma"), "kAvx512": _AVX512, "kAvx512Bf16": (*_AVX512, "-mavx512bf16")}
+_X86_TIERS = {"kAvx2": _AVX2, "kAvx512": _AVX512, "kAvx512Bf16": (*_AVX512, "-mavx512bf16")}
+# Likewise quantized_tier.cpp.
+_QUANTIZED_TIERS: dict[str, tuple[str, ...]] = {"kQuantizedPortable": ()}
+_X86_QUANTIZED_TIERS = {
+    "kQuantizedAvx2": _AVX2,
+    "kQuantizedAvx512": _AVX512,
+    "kQuantizedVnni": (*_AVX512, "-mavx512vnni"),
+}
 _COMPILERS = ("c++", "g++", "clang++")
 _HELP = "install a C++ compiler (g++ 11 or clang 14, or newer), or name one in CXX, and start again"
 _FIRST_TORCH = (2, 10)  # the first whose stable ABI tells the number of threads
@@ -71,7 +79,11 @@ def _compiler() -> str:
 
 
 def _tiers() -> dict[str, tuple[str, ...]]:
-    return _TIERS | (_X86_TIERS if platform.machine() == "x86_64" else {})
+    """Source and flags of each table of kernels."""
+    x86 = platform.machine() == "x86_64"
+    tiers = {name: ("tier.cpp", *flags) for name, flags in (_TIERS | (_X86_TIERS if x86 else {})).items()}
+    quantized = _QUANTIZED_TIERS | (_X86_QUANTIZED_TIERS if x86 else {})
+    return tiers | {name: ("quantized_tier.cpp", *flags) for name, flags in quantized.items()}
 
 
 def _digest(compiler: str) -> str:
@@ -86,7 +98,7 @@ def _digest(compiler: str) -> str:
 def _build(compiler: str, work: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     units: dict[str, tuple[str, ...]] = {"tiers": ("tiers.cpp",), "work": ("work.cpp",)}
-    units |= {name: ("tier.cpp", f"-DKVYARD_TIER={name}", *flags) for name, flags in _tiers().items()}
+    units |= {name: (source, f"-DKVYARD_TIER={name}", *flags) for name, (source, *flags) in _tiers().items()}
     includes = ("-isystem", str(torch_folder / "include"))
     units |= {Path(name).stem: (name, *includes) for name in _TORCH_FILES}
 

@@ -6,8 +6,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -256,6 +258,100 @@ Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
   return result;
 }
 
+// The form of a packed quantised matrix, and the bytes of its panels for so many inputs.
+QuantizedForm form_of(int64_t bits, int64_t group, bool minima) {
+  for (const auto form : {QuantizedForm::kFourBits, QuantizedForm::kFourBitsMinima, QuantizedForm::kEightBits,
+                          QuantizedForm::kEightBitsOf16})
+    if (bits == bits_of(form) && group == group_of(form) && minima == has_minima(form)) return form;
+  STD_TORCH_CHECK(false, "kvyard: no products with codes of ", bits, " bits in groups of ", group);
+  return QuantizedForm::kEightBits;
+}
+
+Rows panels_of(const Tensor& panels, QuantizedForm form, int64_t inputs, int64_t outputs) {
+  const int64_t scales = inputs / group_of(form) * (1 + has_minima(form)) * 2 * kPanel;
+  const int64_t bytes = (inputs * kPanel * bits_of(form) / 8 + scales + 63) / 64 * 64;
+  const Rows rows = rows_of(panels, "panels");
+  STD_TORCH_CHECK(panels.scalar_type() == torch::headeronly::ScalarType::Byte && inputs % kQuantizedGroup == 0 &&
+                      rows.width == bytes && rows.stride_bytes == bytes && rows.count * kPanel >= outputs,
+                  "kvyard: the packed weight does not fit");
+  return rows;
+}
+
+// The calling thread's memory for activations, kept between calls.
+QuantizedRows activations(int64_t rows, int64_t inputs) {
+  static thread_local std::vector<int32_t> memory;
+  const int64_t groups = rows * inputs / kQuantizedGroup, codes = rows * inputs / 4;
+  memory.resize(std::max(memory.size(), static_cast<size_t>(codes + 4 * groups)));
+  int32_t* rest = memory.data() + codes;
+  return {reinterpret_cast<int8_t*>(memory.data()), reinterpret_cast<float*>(rest),
+          reinterpret_cast<float*>(rest + groups), rest + 2 * groups};
+}
+
+QuantizedRows row_of(const QuantizedRows& rows, int64_t row, int64_t inputs, QuantizedForm form) {
+  const int64_t groups = inputs / kQuantizedGroup;
+  return {rows.codes + row * inputs, rows.scales + row * groups, rows.sums + row * groups,
+          rows.offsets + row * inputs / group_of(form)};
+}
+
+Tensor quantized_linear(Tensor in, Tensor panels, int64_t outputs, int64_t bits, int64_t group, bool minima) {
+  const bool bfloat16 = &kernels_for(in) != &current_tier()[0];
+  const QuantizedKernels& kernels = *current_quantized();
+  const QuantizedForm form = form_of(bits, group, minima);
+  const Rows from = rows_of(in, "in"), packed = panels_of(panels, form, from.width, outputs);
+  STD_TORCH_CHECK(from.count > 0, "kvyard: no rows");
+  Tensor result = empty_like(in, from.count, outputs);
+  const Rows to = rows_of(result, "out");
+  const QuantizedRows whole = activations(from.count, from.width);
+  for_each_row(from.count, from.width, [&](int64_t row) {
+    kernels.quantize_row[bfloat16](from[row], from.width, form, row_of(whole, row, from.width, form));
+  });
+  const QuantizedWork work{form,       whole,   packed.data,  to.data,        from.count,
+                           from.width, outputs, packed.width, to.stride_bytes, bfloat16};
+  const int64_t worth = 1 + from.count * from.width * outputs / kMultiplicationsPerThread;
+  const int64_t pieces = std::min({1 + packed.count / kPanelsPerPiece, kPiecesPerThread * num_threads(), worth});
+  run_ranges(packed.count, num_threads() > 1 ? pieces : 1,
+             [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end); });
+  return result;
+}
+
+float from_half(uint16_t bits) {
+  const uint32_t exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                        : std::ldexp(static_cast<float>(1024 + fraction), static_cast<int>(exponent) - 25);
+  return bits >> 15 ? -magnitude : magnitude;
+}
+
+// `like` [hidden] says the width and the dtype of the result.
+Tensor quantized_embedding(Tensor token_ids, Tensor panels, Tensor like, int64_t bits, int64_t group, bool minima) {
+  const bool bfloat16 = &kernels_for(like) != &current_tier()[0];
+  const QuantizedForm form = form_of(bits, group, minima);
+  const int64_t inputs = like.numel(), tokens = token_ids.numel();
+  const Rows packed = panels_of(panels, form, inputs, 1);
+  const auto* at = vector_of<int64_t>(token_ids, tokens, torch::headeronly::ScalarType::Long, "token_ids");
+  Tensor result = empty_like(like, tokens, inputs);
+  const Rows to = rows_of(result, "out");
+  for (int64_t token = 0; token < tokens; ++token)
+    STD_TORCH_CHECK(at[token] >= 0 && at[token] < packed.count * kPanel, "kvyard: there is no token ", at[token]);
+  for_each_row(tokens, inputs, [&](int64_t token) {
+    const auto* codes = reinterpret_cast<const uint8_t*>(packed[at[token] / kPanel]);
+    const auto* scales = reinterpret_cast<const uint16_t*>(codes + inputs * kPanel * bits / 8);
+    const int64_t lane = at[token] % kPanel, per_vector = 32 / bits;
+    for (int64_t input = 0; input < inputs; ++input) {
+      const int64_t within = input % per_vector, scale_at = input / group * kPanel + lane;
+      const uint8_t byte = codes[input / per_vector * 64 + lane * 4 + within % 4];
+      const int code = bits == 8 ? byte : within < 4 ? byte & 15 : byte >> 4;
+      float value = static_cast<float>(code - zero_of(form)) * from_half(scales[scale_at]);
+      if (minima) value += from_half(scales[inputs / group * kPanel + scale_at]);
+      if (bfloat16) {
+        reinterpret_cast<uint16_t*>(to[token])[input] = torch::headeronly::BFloat16(value).x;
+      } else {
+        reinterpret_cast<float*>(to[token])[input] = value;
+      }
+    }
+  });
+  return result;
+}
+
 Tensor draw(Tensor logits, Tensor temperatures, Tensor top_k, Tensor top_p, Tensor keys) {
   using Type = torch::headeronly::ScalarType;
   STD_TORCH_CHECK(logits.scalar_type() == Type::Float, "kvyard: logits must be float32");
@@ -287,6 +383,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
   library.impl("draw", TORCH_BOX(&draw));
   library.impl("pack_weight", TORCH_BOX(&pack_weight));
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
+  library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
+  library.impl("quantized_embedding", TORCH_BOX(&quantized_embedding));
 }
 
 }  // namespace kvyard

@@ -12,6 +12,7 @@ struct Tier {
   const char* name;
   bool (*supported)();
   const kvyard::Kernels* kernels;
+  const kvyard::QuantizedKernels* quantized;
 };
 
 #ifdef __x86_64__
@@ -24,7 +25,8 @@ bool has_amx() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);  // AMX-BF16
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #else
 bool has_amx() { return false; }
 #endif
@@ -32,11 +34,12 @@ bool has_amx() { return false; }
 // Best first.
 const Tier kTiers[] = {
 #ifdef __x86_64__
-    {"avx512bf16", has_avx512_bf16, kvyard::kAvx512Bf16},
-    {"avx512", has_avx512, kvyard::kAvx512},
-    {"avx2", has_avx2, kvyard::kAvx2},
+    {"avx512bf16", has_avx512_bf16, kvyard::kAvx512Bf16, &kvyard::kQuantizedVnni},
+    {"avx512vnni", has_avx512_vnni, kvyard::kAvx512, &kvyard::kQuantizedVnni},
+    {"avx512", has_avx512, kvyard::kAvx512, &kvyard::kQuantizedAvx512},
+    {"avx2", has_avx2, kvyard::kAvx2, &kvyard::kQuantizedAvx2},
 #endif
-    {"portable", [] { return true; }, kvyard::kPortable},
+    {"portable", [] { return true; }, kvyard::kPortable, &kvyard::kQuantizedPortable},
 };
 
 const Tier* best() {
@@ -50,6 +53,8 @@ const Tier* current = best();
 }  // namespace
 
 const kvyard::Kernels* kvyard::current_tier() { return current->kernels; }
+
+const kvyard::QuantizedKernels* kvyard::current_quantized() { return current->quantized; }
 
 const char* kvyard_tier() { return current->name; }
 

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "kernels.h"
+#include "quantized_kernels.h"
 
 namespace kvyard {
 
 // [0] float32, [1] bfloat16.
 const Kernels* current_tier();
+const QuantizedKernels* current_quantized();
 
 }  // namespace kvyard
 

@@ -1,6 +1,7 @@
 """The native kernels inside a model: bfloat16 text is the same whatever the chunks and the company.
 
 That is a promise of our own products only; with oneDNN's the last bit of a row depends on how many rows there are.
+Those of quantised weights are our own on every CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from runner.kernels.cpu.backend import CpuKernels
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
 from tests.runner.harness import Harness
+from tests.runner.quantized_files import Kind, write_llama
 
 PROMPTS = [np.random.default_rng(seed).integers(0, 320, 10 + 37 * seed).tolist() for seed in range(5)]
 
@@ -43,3 +45,22 @@ def test_bfloat16_text_does_not_depend_on_chunks_or_company(
         got = harness.run(PROMPTS, 30, chunk=chunk, concurrency=concurrency, sampling=[sampling] * 5)
         if native.has_own_products:
             assert got == together, (chunk, concurrency)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_on_stored_weights_does_not_depend_on_chunks_or_company(
+    dtype: str, native: CpuKernels, tmp_path: Path
+) -> None:
+    path = write_llama(tmp_path / "mixed.gguf", Kind.Q4_1, {"attn_v": Kind.Q6_K, "token_embd": Kind.Q8_0})
+    description = resolve(str(path), tmp_path)
+    runner = ModelRunner(
+        description, device="cpu", dtype=dtype, num_blocks=120, block_size=16, threads=0, weights="stored"
+    )
+    harness = Harness(runner, 120, 16)
+    prompts = [[token % 304 for token in prompt] for prompt in PROMPTS]
+    sampling = [SamplingParams(temperature=1.0, seed=seed) for seed in range(5)]
+    together = harness.run(prompts, 20, sampling=sampling)
+    assert len({tuple(text) for text in together}) == 5
+    for chunk, concurrency in ((1, 1), (7, 3), (50, 1)):
+        got = harness.run(prompts, 20, chunk=chunk, concurrency=concurrency, sampling=sampling)
+        assert got == together, (chunk, concurrency)

@@ -1,0 +1,32 @@
+"""Products and look-ups with a packed matrix, through the operators: the device's kernels, or the reference."""
+
+from __future__ import annotations
+
+import torch
+
+import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
+from runner.device import Device, Embedding, Linear
+from runner.kernels.packed import PackedMatrix
+
+
+def linear(weight: PackedMatrix) -> Linear:
+    multiply = torch.ops.kvyard.quantized_linear.default
+    panels, outputs, form = weight.panels, weight.outputs, (weight.bits, weight.group, weight.has_minima)
+
+    def quantized_linear(x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = multiply(x, panels, outputs, *form)
+        return product
+
+    return quantized_linear
+
+
+def embedding(weight: PackedMatrix, device: Device) -> Embedding:
+    look_up = torch.ops.kvyard.quantized_embedding.default
+    panels, form = weight.panels, (weight.bits, weight.group, weight.has_minima)
+    like = torch.empty(weight.inputs, dtype=device.dtype, device=device.torch)
+
+    def quantized_embedding(token_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = look_up(token_ids, panels, like, *form)
+        return rows
+
+    return quantized_embedding
