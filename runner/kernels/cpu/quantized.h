@@ -120,12 +120,14 @@ INLINE void add_products(I32& dots, const CodeVector& weights, const Activations
 
 #endif
 
-#if defined(__AVX512F__)
+// Rows of one pass, and panels side by side for so many rows: twelve integer sums and as many in float32 fill the 32
+// registers. A smaller tile where codes and activations take two registers each, or there are sixteen.
+#if defined(__AVX512VNNI__)
 constexpr int kTileRows = 4;
-constexpr int tile_panels(int rows) { return rows <= 2 ? 4 : rows == 3 ? 4 : 3; }
+constexpr int tile_panels(int rows) { return rows <= 3 ? 4 : 3; }
 #else
 constexpr int kTileRows = 2;
-constexpr int tile_panels(int) { return 1; }
+constexpr int tile_panels(int) { return kLanes == 16 ? 2 : 1; }
 #endif
 
 // Where one panel's parts lie.
