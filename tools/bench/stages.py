@@ -104,32 +104,50 @@ def measure_machine(device: Device, kernels: Kernels, reader: Reader) -> Machine
     )
 
 
-def kv_bytes(shape: Shape, d: ModelDescription, itemsize: int) -> int:
-    """Of all keys and values that the rows' last tokens see."""
-    return d.num_layers * shape.rows * (shape.context + shape.tokens) * 2 * d.num_kv_heads * d.head_size * itemsize
+class Held(msgspec.Struct, frozen=True):
+    """Bytes as the engine holds them."""
+
+    layers: int  # all weight matrices but the output head
+    head: int
+    token: float  # keys and values of one token
+    value: int  # one activation
+
+    def kv(self, shape: Shape) -> float:
+        """All keys and values that the rows' last tokens see."""
+        return shape.rows * (shape.context + shape.tokens) * self.token
 
 
-def floors(shape: Shape, d: ModelDescription, dtype: torch.dtype, machine: Machine) -> dict[str, float]:
-    """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on."""
-    size, tokens = dtype.itemsize, shape.rows * shape.tokens
+def matrices(d: ModelDescription) -> tuple[int, int, int]:
+    """Weights of a layer before its attention and behind it, and of the output head."""
     query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
     before, behind = d.hidden_size * (query + 2 * key), d.hidden_size * (query + 3 * d.intermediate_size)
-    head = d.vocab_size * d.hidden_size
-    products = d.num_layers * before * tokens + behind * ((d.num_layers - 1) * tokens + shape.rows)
+    return before, behind, d.vocab_size * d.hidden_size
+
+
+def held_dense(d: ModelDescription, dtype: torch.dtype, token_bytes: float) -> Held:
+    before, behind, head = matrices(d)
+    size = dtype.itemsize
+    return Held(d.num_layers * (before + behind) * size, head * size, token_bytes, size)
+
+
+def floors(shape: Shape, d: ModelDescription, held: Held, machine: Machine) -> dict[str, float]:
+    """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on."""
+    tokens, layers = shape.rows * shape.tokens, d.num_layers
+    query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
+    before, behind, head = matrices(d)
+    products = layers * before * tokens + behind * ((layers - 1) * tokens + shape.rows)
     pairs = shape.rows * shape.tokens * (2 * shape.context + shape.tokens + 1) / 2
 
-    layers = d.num_layers
-
     def activations(calls: int, width: int) -> float:
-        return machine.activations(calls, float(tokens * width * size))
+        return machine.activations(calls, float(tokens * width * held.value))
 
     return {
-        "weight products": machine.floor(4 * layers, layers * (before + behind) * size, 2.0 * products),
-        "attention": machine.floor(layers, kv_bytes(shape, d, size), 4.0 * layers * pairs * query),
+        "weight products": machine.floor(4 * layers, held.layers, 2.0 * products),
+        "attention": machine.floor(layers, held.kv(shape), 4.0 * layers * pairs * query),
         "rotation, KV write": activations(layers, 2 * query + 4 * key),
         "norms": activations(2 * layers + 1, 4 * d.hidden_size),
         "SwiGLU": activations(layers, 3 * d.intermediate_size),
-        "output head": machine.floor(1, head * size, 2.0 * head * shape.rows),
+        "output head": machine.floor(1, held.head, 2.0 * head * shape.rows),
         "sampling": machine.activations(1, 4.0 * shape.rows * d.vocab_size),
     }
 

@@ -21,7 +21,7 @@ from actors.messages.request import SamplingParams
 from runner.device import Device
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
-from tools.bench.stages import Machine, Reader, Shape, Stopwatch, floors, kv_bytes, measure_machine, seconds_of
+from tools.bench.stages import Held, Machine, Reader, Shape, Stopwatch, floors, held_dense, measure_machine, seconds_of
 
 BLOCK_SIZE = 16
 DECODES = (Shape(1, 300, 1), Shape(16, 300, 1), Shape(64, 150, 1))
@@ -97,12 +97,18 @@ def products_alone(runner: ModelRunner, d: ModelDescription, tokens: int, rows: 
 
 
 def profile(
-    runner: ModelRunner, d: ModelDescription, shape: Shape, machine: Machine, reader: Reader, rounds: int
+    runner: ModelRunner,
+    d: ModelDescription,
+    shape: Shape,
+    held: Held,
+    machine: Machine,
+    reader: Reader,
+    rounds: int,
 ) -> Profile:
     """Changes the runner for good: its stages are timed from here on."""
     watch = Stopwatch()
     alone = products_alone(runner, d, shape.rows * shape.tokens, shape.rows)
-    plain_launch, dtype = runner.launch, runner.kv_pool.tensor.dtype
+    plain_launch = runner.launch
     first, again = plans(shape, d.vocab_size, rounds)
     plain_launch(first)
     alone()
@@ -110,7 +116,7 @@ def profile(
     for _ in range(rounds):
         steps.append(seconds_of(lambda: plain_launch(again).result()))
         products.append(seconds_of(alone))
-        reads.append(kv_bytes(shape, d, dtype.itemsize) / reader.bytes_per_second())
+        reads.append(held.kv(shape) / reader.bytes_per_second())
     watch.instrument(runner)
     runner.launch(again)
     seen: list[dict[str, float]] = []
@@ -118,7 +124,7 @@ def profile(
         watch.seconds = {}
         runner.launch(again)
         seen.append(watch.seconds)
-    return Profile(str(shape), steps, products, reads, seen, floors(shape, d, dtype, machine))
+    return Profile(str(shape), steps, products, reads, seen, floors(shape, d, held, machine))
 
 
 def markdown(found: Profile, machine: str) -> str:
@@ -174,7 +180,8 @@ def main(model: str, dtype: str, threads: int, rounds: int, only: str | None, as
         device = Device("cpu", dtype, threads)
         reader = Reader(device, runner._kernels)
         machine = measure_machine(device, runner._kernels, reader)
-        found = profile(runner, description, shape, machine, reader, rounds)
+        held = held_dense(description, device.dtype, runner.kv_pool.block_bytes / BLOCK_SIZE)
+        found = profile(runner, description, shape, held, machine, reader, rounds)
         if as_json:
             print(msgspec.json.encode(found).decode(), flush=True)
         else:

@@ -171,7 +171,9 @@ def test_a_server_that_does_not_start_leaves_the_other_rows(recorded: Recorded) 
 
 def test_a_load_that_fails_says_so_in_its_row(recorded: Recorded) -> None:
     recorded.failing = "vllm"
-    assert dict(compare(recorded, {A: LOADS[A]}, rounds=1)) == {A: Measured(missing="failed: 0 of 4 requests completed\nand more")}
+    assert dict(compare(recorded, {A: LOADS[A]}, rounds=1)) == {
+        A: Measured(missing="failed: 0 of 4 requests completed\nand more")
+    }
 
 
 def test_without_peers_their_rows_are_skipped_and_ours_are_measured() -> None:
