@@ -80,6 +80,8 @@ class InPieces:
                 hidden = behind(layer, hidden, attended)
                 return hidden, following.qkv(_norm(hidden, following.attention_norm, epsilon))
 
+            # Compiled forms are kept by code object, few of each; so each layer has its own.
+            piece.__code__ = piece.__code__.replace(co_name="piece")
             return torch.compile(piece)
 
         def last(hidden: torch.Tensor, attended: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

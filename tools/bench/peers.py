@@ -67,7 +67,8 @@ class Peers:
         result = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         figures = figures_of(result.stdout)
         if figures.get("Successful requests") != load.prompts:
-            raise RuntimeError(f"{' '.join(command)}: not all completed\n{result.stdout}{result.stderr[-2000:]}")
+            completed = f"{figures.get('Successful requests', 0):.0f} of {load.prompts} requests completed"
+            raise RuntimeError(f"{completed}\n{' '.join(command)}\n{result.stdout}{result.stderr[-2000:]}")
         return figures[load.figure]
 
 

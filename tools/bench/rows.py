@@ -30,7 +30,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One figure per round, in the order of the rounds. `missing`: why there is none."""
+    """One figure per round, in the order of the rounds. `missing`: why there is none;
+    its first line goes into the table."""
 
     ours: tuple[float, ...] = ()
     theirs: tuple[float, ...] = ()
@@ -48,13 +49,12 @@ Measure = Callable[[int], Measured]  # of a number of rounds
 
 
 def failed(error: Exception) -> Measured:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return Measured(missing=f"failed: {lines[0]}")
+    return Measured(missing=f"failed: {str(error) or type(error).__name__}")
 
 
 def verdict(row: Row, measured: Measured) -> str:
     if measured.missing:
-        return measured.missing
+        return measured.missing.splitlines()[0]
     if row.goal is None or row.floor is None:
         return ""
     value = statistics.median(measured.judged(row))

@@ -106,50 +106,58 @@ def measure_machine(device: Device, kernels: Kernels, reader: Reader) -> Machine
     )
 
 
-def kv_bytes(shape: Shape, token_bytes: float) -> float:
-    """Of all keys and values that the rows' last tokens see; `token_bytes` of one token in the pool, all layers."""
-    return shape.rows * (shape.context + shape.tokens) * token_bytes
+class Held(msgspec.Struct, frozen=True):
+    """Bytes as the engine holds them."""
+
+    layers: int  # all weight matrices but the output head
+    head: int
+    token: float  # keys and values of one token
+    value: int  # one activation
+
+    def kv(self, shape: Shape) -> float:
+        """All keys and values that the rows' last tokens see."""
+        return shape.rows * (shape.context + shape.tokens) * self.token
 
 
-def stored_bytes(d: ModelDescription) -> tuple[int, int]:
-    """Of the matrices as the GGUF has them: those of the layers, and the output head."""
-    tensors = read_gguf_header(Path(d.weights)).tensors
-    layers = sum(tensor.num_bytes for name, tensor in tensors.items() if name.startswith("blk."))
-    return layers, tensors["token_embd.weight" if d.tie_word_embeddings else "output.weight"].num_bytes
-
-
-def floors(
-    shape: Shape,
-    d: ModelDescription,
-    dtype: torch.dtype,
-    token_bytes: float,
-    machine: Machine,
-    stored: tuple[int, int] | None = None,
-) -> dict[str, float]:
-    """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on.
-
-    `stored`: see `stored_bytes`; None: the weights are of `dtype`. The rate of operations is that of `dtype`.
-    """
-    size, tokens = dtype.itemsize, shape.rows * shape.tokens
+def matrices(d: ModelDescription) -> tuple[int, int, int]:
+    """Weights of a layer before its attention and behind it, and of the output head."""
     query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
     before, behind = d.hidden_size * (query + 2 * key), d.hidden_size * (query + 3 * d.intermediate_size)
-    head = d.vocab_size * d.hidden_size
-    products = d.num_layers * before * tokens + behind * ((d.num_layers - 1) * tokens + shape.rows)
+    return before, behind, d.vocab_size * d.hidden_size
+
+
+def held_dense(d: ModelDescription, dtype: torch.dtype, token_bytes: float) -> Held:
+    before, behind, head = matrices(d)
+    size = dtype.itemsize
+    return Held(d.num_layers * (before + behind) * size, head * size, token_bytes, size)
+
+
+def held_stored(d: ModelDescription, dtype: torch.dtype, token_bytes: float) -> Held:
+    """The matrices as the GGUF has them."""
+    tensors = read_gguf_header(Path(d.weights)).tensors
+    layers = sum(tensor.num_bytes for name, tensor in tensors.items() if name.startswith("blk."))
+    head = tensors["token_embd.weight" if d.tie_word_embeddings else "output.weight"].num_bytes
+    return Held(layers, head, token_bytes, dtype.itemsize)
+
+
+def floors(shape: Shape, d: ModelDescription, held: Held, machine: Machine) -> dict[str, float]:
+    """Seconds. Activations are counted once in and once out. Behind the last attention only `rows` tokens go on."""
+    tokens, layers = shape.rows * shape.tokens, d.num_layers
+    query, key = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
+    before, behind, head = matrices(d)
+    products = layers * before * tokens + behind * ((layers - 1) * tokens + shape.rows)
     pairs = shape.rows * shape.tokens * (2 * shape.context + shape.tokens + 1) / 2
 
-    layers = d.num_layers
-    weight_bytes, head_bytes = stored or (layers * (before + behind) * size, head * size)
-
     def activations(calls: int, width: int) -> float:
-        return machine.activations(calls, float(tokens * width * size))
+        return machine.activations(calls, float(tokens * width * held.value))
 
     return {
-        "weight products": machine.floor(4 * layers, weight_bytes, 2.0 * products),
-        "attention": machine.floor(layers, kv_bytes(shape, token_bytes), 4.0 * layers * pairs * query),
+        "weight products": machine.floor(4 * layers, held.layers, 2.0 * products),
+        "attention": machine.floor(layers, held.kv(shape), 4.0 * layers * pairs * query),
         "rotation, KV write": activations(layers, 2 * query + 4 * key),
         "norms": activations(2 * layers + 1, 4 * d.hidden_size),
         "SwiGLU": activations(layers, 3 * d.intermediate_size),
-        "output head": machine.floor(1, head_bytes, 2.0 * head * shape.rows),
+        "output head": machine.floor(1, held.head, 2.0 * head * shape.rows),
         "sampling": machine.activations(1, 4.0 * shape.rows * d.vocab_size),
     }
 

@@ -22,15 +22,16 @@ from runner.device import Device
 from runner.model_runner import ModelRunner
 from runner.store.store import resolve
 from tools.bench.stages import (
+    Held,
     Machine,
     Reader,
     Shape,
     Stopwatch,
     floors,
-    kv_bytes,
+    held_dense,
+    held_stored,
     measure_machine,
     seconds_of,
-    stored_bytes,
 )
 
 BLOCK_SIZE = 16
@@ -110,16 +111,15 @@ def profile(
     runner: ModelRunner,
     d: ModelDescription,
     shape: Shape,
+    held: Held,
     machine: Machine,
     reader: Reader,
     rounds: int,
-    weights: str = "dense",
 ) -> Profile:
     """Changes the runner for good: its stages are timed from here on."""
     watch = Stopwatch()
     alone = products_alone(runner, d, shape.rows * shape.tokens, shape.rows)
-    plain_launch, pool = runner.launch, runner.kv_pool
-    token_bytes = pool.block_bytes / BLOCK_SIZE
+    plain_launch = runner.launch
     first, again = plans(shape, d.vocab_size, rounds)
     plain_launch(first)
     alone()
@@ -127,7 +127,7 @@ def profile(
     for _ in range(rounds):
         steps.append(seconds_of(lambda: plain_launch(again).result()))
         products.append(seconds_of(alone))
-        reads.append(kv_bytes(shape, token_bytes) / reader.bytes_per_second())
+        reads.append(held.kv(shape) / reader.bytes_per_second())
     watch.instrument(runner)
     runner.launch(again)
     seen: list[dict[str, float]] = []
@@ -135,9 +135,7 @@ def profile(
         watch.seconds = {}
         runner.launch(again)
         seen.append(watch.seconds)
-    stored = stored_bytes(d) if weights == "stored" else None
-    least = floors(shape, d, pool.dtype, token_bytes, machine, stored)
-    return Profile(str(shape), steps, products, reads, seen, least)
+    return Profile(str(shape), steps, products, reads, seen, floors(shape, d, held, machine))
 
 
 def markdown(found: Profile, machine: str) -> str:
@@ -212,7 +210,9 @@ def main(
         device = Device("cpu", dtype, threads)
         reader = Reader(device, runner._kernels)
         machine = measure_machine(device, runner._kernels, reader)
-        found = profile(runner, description, shape, machine, reader, rounds, weights)
+        held_as = held_stored if weights == "stored" else held_dense
+        held = held_as(description, device.dtype, runner.kv_pool.block_bytes / BLOCK_SIZE)
+        found = profile(runner, description, shape, held, machine, reader, rounds)
         if as_json:
             print(msgspec.json.encode(found).decode(), flush=True)
         else:

@@ -79,7 +79,7 @@ def main(
             own = {row: measure for row, measure in own.items() if row.key in only}
         for row, figures in measured(loads, own, rounds, peers):
             found[row] = figures
-            values = f"{list(figures.ours)} {list(figures.theirs)}"
+            values = figures.missing or f"{list(figures.ours)} {list(figures.theirs)}"
             click.echo(f"{row.key}: {' | '.join(cells(row, figures)[2:])}  {values}", err=True)
             if path is not None:  # row by row: hours are not lost to whatever ends this
                 path.write_text(text(tables, command(names, only, rounds)))

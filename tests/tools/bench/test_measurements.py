@@ -131,7 +131,7 @@ class Recorded(Peers):
 
     def load(self, url: str, load: Load, seed: int) -> float:
         if url == self.failing:
-            raise RuntimeError("not all completed\nand more")
+            raise RuntimeError("0 of 4 requests completed\nand more")
         self.loaded.append((url, load.prompts, seed))
         return 10.0 if url == "ours" else 5.0
 
@@ -171,7 +171,9 @@ def test_a_server_that_does_not_start_leaves_the_other_rows(recorded: Recorded) 
 
 def test_a_load_that_fails_says_so_in_its_row(recorded: Recorded) -> None:
     recorded.failing = "vllm"
-    assert dict(compare(recorded, {A: LOADS[A]}, rounds=1)) == {A: Measured(missing="failed: not all completed")}
+    assert dict(compare(recorded, {A: LOADS[A]}, rounds=1)) == {
+        A: Measured(missing="failed: 0 of 4 requests completed\nand more")
+    }
 
 
 def test_without_peers_their_rows_are_skipped_and_ours_are_measured() -> None:
@@ -181,6 +183,6 @@ def test_without_peers_their_rows_are_skipped_and_ours_are_measured() -> None:
     own = {B: fails, C: lambda rounds: Measured((1.0,) * rounds, (2.0,) * rounds)}
     assert list(measured({A: LOADS[A]}, own, rounds=2, peers=None)) == [
         (A, Measured(missing="skipped: needs PEER and PEERS")),
-        (B, Measured(missing="failed: no such thing")),
+        (B, Measured(missing="failed: no such thing\ntrace")),
         (C, Measured((1.0, 1.0), (2.0, 2.0))),
     ]

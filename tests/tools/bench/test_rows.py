@@ -56,6 +56,12 @@ def test_what_was_not_measured_says_why_and_has_no_figure() -> None:
     )
 
 
+def test_of_a_failure_the_table_has_the_first_line() -> None:
+    assert verdict(FASTER, Measured(missing="failed: 3 of 4 requests completed\nbash ...")) == (
+        "failed: 3 of 4 requests completed"
+    )
+
+
 def test_a_row_without_goals_has_no_verdict() -> None:
     row = Row(key="d", work="32/256", unit="tokens/s", against="vLLM")
     assert cells(row, Measured((3.0,), (2.0,)))[4:] == ("1.50", "1.50 – 1.50", "", "", "")

@@ -9,12 +9,12 @@ import torch
 
 from actors.messages.model import ModelDescription
 from tools.bench import stages
-from tools.bench.stages import Machine, Shape, Stopwatch, floors, kv_bytes
+from tools.bench.stages import Held, Machine, Shape, Stopwatch, floors, held_dense
 from tools.bench.step_profile import Profile, markdown
 
 # 2 layers, hidden 4, intermediate 6, 2 heads of 2 and 1 KV head, 10 tokens of vocabulary.
 MODEL = ModelDescription("", "", "llama", "", 10, 64, 4, 6, 2, 2, 1, 2, 1e-5, 1e5)
-TOKEN_BYTES = 2 * 4 * 2  # 2 layers, key and value of 2 each, bfloat16
+HELD = held_dense(MODEL, torch.bfloat16, token_bytes=2 * 2 * 2 * 2)
 BYTES = Machine(bytes_from_memory=1.0, bytes_from_cache=2.0, operations=1e30, call_s=0.0)
 OPERATIONS = Machine(bytes_from_memory=1e30, bytes_from_cache=1e30, operations=1.0, call_s=0.0)
 
@@ -24,13 +24,20 @@ def test_bytes_of_a_decode_step() -> None:
 
     Per layer: qkv 4·(4+2+2), output 4·4, gate and up 2·4·6, down 6·4 = 120 weights; 10 tokens of 2·2 values each.
     """
-    found = floors(Shape(3, 9, 1), MODEL, torch.bfloat16, TOKEN_BYTES, BYTES)
+    found = floors(Shape(3, 9, 1), MODEL, HELD, BYTES)
     assert found["weight products"] == 2 * 120 * 2
-    assert found["attention"] == kv_bytes(Shape(3, 9, 1), TOKEN_BYTES) == 2 * 3 * 10 * 4 * 2
+    assert found["attention"] == 2 * 3 * 10 * 4 * 2
     assert found["output head"] == 10 * 4 * 2
     assert found["SwiGLU"] == 2 * 3 * 18 * 2 / 2, "at the caches' rate"
     assert found["norms"] == 5 * 3 * 16 * 2 / 2, "two a layer and the last"
     assert found["sampling"] == 3 * 10 * 4 / 2
+
+
+def test_what_is_held_smaller_is_read_sooner() -> None:
+    """Weights of 40 and 10 bytes, 5 bytes of KV a token: the activations stay as they are."""
+    dense = floors(Shape(3, 9, 1), MODEL, HELD, BYTES)
+    small = floors(Shape(3, 9, 1), MODEL, Held(layers=40, head=10, token=5.0, value=2), BYTES)
+    assert small == {**dense, "weight products": 40, "output head": 10, "attention": 3 * 10 * 5}
 
 
 def test_operations_of_a_prefill() -> None:
@@ -38,7 +45,7 @@ def test_operations_of_a_prefill() -> None:
 
     Behind the last layer's attention one token goes on: 2 · (32 · 8 + 88 · 5) operations of weight products.
     """
-    found = floors(Shape(1, 2, 4), MODEL, torch.bfloat16, TOKEN_BYTES, OPERATIONS)
+    found = floors(Shape(1, 2, 4), MODEL, HELD, OPERATIONS)
     assert found["attention"] == 4 * 2 * 18 * 4
     assert found["weight products"] == 2 * (32 * 8 + 88 * 5)
     assert found["output head"] == 2 * 40
@@ -52,7 +59,7 @@ def test_what_does_not_fit_the_caches_comes_from_memory(monkeypatch: pytest.Monk
 
 def test_every_call_costs_something() -> None:
     calls = Machine(1e30, 1e30, 1e30, call_s=1.0)
-    found = floors(Shape(1, 0, 1), MODEL, torch.bfloat16, TOKEN_BYTES, calls)
+    found = floors(Shape(1, 0, 1), MODEL, HELD, calls)
     assert {stage: round(seconds) for stage, seconds in found.items()} == {
         "weight products": 8,
         "attention": 2,
