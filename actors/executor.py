@@ -16,6 +16,7 @@ from actors.forward import Pipeline, Runs, SerialThread, StepError
 from actors.kernel.actor import Actor
 from actors.kernel.address import Address
 from actors.kernel.reply import Reply
+from actors.kernel.wakeup import Wakeup
 from actors.messages.plan import StepFailed, StepPlan, StepResult
 from actors.worker_settings import EXECUTOR_WINDOW
 
@@ -29,7 +30,7 @@ class ExecutorActor(Actor[StepPlan]):
         self._results = results
         self._pipeline = Pipeline(runner, thread, self._from_thread)
         self._outcomes: deque[StepResult | StepError] = deque()
-        self._arrival = anyio.Event()
+        self._arrival = Wakeup()
         # Plans that have no result yet; beyond them the mailbox fills up and its senders wait.
         self._room = anyio.Semaphore(self.mailbox_size)
 
@@ -50,12 +51,12 @@ class ExecutorActor(Actor[StepPlan]):
 
     def _arrived(self, outcome: StepResult | StepError) -> None:
         self._outcomes.append(outcome)
-        self._arrival.set()
+        self._arrival.wake()
 
     async def _report(self) -> None:
         while True:
-            await self._arrival.wait()
-            self._arrival = anyio.Event()
+            if not self._outcomes:
+                await self._arrival.wait()
             while self._outcomes:
                 outcome = self._outcomes.popleft()
                 if isinstance(outcome, StepError):
