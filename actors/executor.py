@@ -18,6 +18,7 @@ from actors.forward import Pipeline, Runs, SerialThread, StepError
 from actors.kernel.actor import Actor
 from actors.kernel.address import Address
 from actors.kernel.reply import Reply
+from actors.kernel.wakeup import Wakeup
 from actors.messages.plan import StepFailed, StepPlan, StepResult
 from actors.worker_settings import EXECUTOR_WINDOW
 
@@ -37,7 +38,7 @@ class ExecutorActor(Actor[StepPlan]):
         self._results = results
         self._pipeline = Pipeline(runner, thread, self._from_thread, clock)
         self._outcomes: deque[StepResult | StepError] = deque()
-        self._arrival = anyio.Event()
+        self._arrival = Wakeup()
         # Plans that have no result yet; beyond them the mailbox fills up and its senders wait.
         self._room = anyio.Semaphore(self.mailbox_size)
 
@@ -58,12 +59,12 @@ class ExecutorActor(Actor[StepPlan]):
 
     def _arrived(self, outcome: StepResult | StepError) -> None:
         self._outcomes.append(outcome)
-        self._arrival.set()
+        self._arrival.wake()
 
     async def _report(self) -> None:
         while True:
-            await self._arrival.wait()
-            self._arrival = anyio.Event()
+            if not self._outcomes:
+                await self._arrival.wait()
             while self._outcomes:
                 outcome = self._outcomes.popleft()
                 if isinstance(outcome, StepError):

@@ -6,9 +6,9 @@ aborts the request. Outputs that wait are merged, so a slow reader gets fewer an
 
 from __future__ import annotations
 
-import anyio
 import msgspec
 
+from actors.kernel.wakeup import Wakeup
 from actors.messages.errors import RefusalReason, RequestRefused
 from actors.messages.request import FinishReason, RequestOutput
 
@@ -20,7 +20,7 @@ class OutputStream:
         self.request_id = request_id
         self._limit = limit
         self._pending: RequestOutput | None = None
-        self._ready = anyio.Event()
+        self._ready = Wakeup()
         self._closing = False  # the finish is in; whatever comes later is not
         self._ended = False
 
@@ -37,7 +37,7 @@ class OutputStream:
                 num_cached_tokens=max(pending.num_cached_tokens, output.num_cached_tokens),
             )
         self._pending = output
-        self._ready.set()
+        self._ready.wake()
         return len(output.token_ids) <= self._limit
 
     def fail(self, reason: RefusalReason, text: str) -> None:
@@ -53,14 +53,13 @@ class OutputStream:
             raise StopAsyncIteration
         while self._pending is None:
             await self._ready.wait()
-        output, self._pending, self._ready = self._pending, None, anyio.Event()
+        output, self._pending = self._pending, None
         if output.error is not None and not output.token_ids:
             self._ended = True
             raise RequestRefused(RefusalReason(output.error), output.error_text or output.error)
         if output.error is not None:
             # The tokens first; the error with the next read.
             self._pending = msgspec.structs.replace(output, token_ids=())
-            self._ready.set()
             return msgspec.structs.replace(output, finish_reason=None, error=None, error_text=None, story=())
         self._ended = output.finish_reason is not None
         return output

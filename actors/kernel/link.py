@@ -8,6 +8,7 @@ the event loop goes out in one system call.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket as sockets
 import types
@@ -22,6 +23,7 @@ from actors.kernel.frames import Frame, FrameReader, Kind, ProtocolError, pack
 from actors.kernel.mailbox import Envelope
 from actors.kernel.remote import RemoteAddress
 from actors.kernel.reply import Asker, Reply
+from actors.kernel.wakeup import Wakeup
 from actors.messages.errors import ActorFailed, ActorGone, ErrorMessage, KvyardError
 from actors.messages.supervision import Ping, Pong
 
@@ -47,7 +49,7 @@ class Link:
         self._next_ask = 1
         self._outgoing: list[bytes] = []
         self._unsent = memoryview(b"")
-        self._wake: anyio.Event | None = None
+        self._wakeup = Wakeup()
 
     def expose(self, address: Address[Any], accepts: Any, replies: Any) -> None:
         """Lets the other process send the Structs of the union `accepts`; answers are of the union `replies`.
@@ -104,9 +106,7 @@ class Link:
             self.wake()
 
     def wake(self) -> None:
-        if self._wake is not None:
-            self._wake.set()
-            self._wake = None
+        self._wakeup.wake()
 
     def open_ask(self, asker: Asker, actor: str, answers: msgspec.msgpack.Decoder[Any]) -> int:
         number = self._next_ask
@@ -124,8 +124,7 @@ class Link:
         while True:
             await self._flush()
             if not self._outgoing and not any(exposed.credit for exposed in self._exposed.values()):
-                self._wake = anyio.Event()
-                await self._wake.wait()
+                await self._wakeup.wait()
 
     async def _flush(self) -> None:
         """Writes everything that waits; gives up silently when the socket is gone, which the reader sees."""
@@ -152,22 +151,45 @@ class Link:
 
     async def _read(self) -> str:
         """Returns why nothing more comes. Raises ProtocolError."""
-        reader = FrameReader()
-        while True:
-            await anyio.wait_readable(self._socket)
+        loop, reader = asyncio.get_running_loop(), FrameReader()
+        ended: asyncio.Future[str] = loop.create_future()
+
+        def readable() -> None:
+            if ended.done():
+                return
             try:
-                count = self._socket.recv_into(reader.room())
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                return f"the socket to {self.peer} failed: {error}"
-            if count == 0:
-                return f"{self.peer} has ended or closed the link"
-            reader.received(count)
-            while (frame := reader.next_frame()) is not None:
-                if frame.kind is Kind.BROKEN:
-                    return f"{self.peer} ended the link: {_decode(_text_decoder, frame)}"
-                self._dispatch(frame)
+                reason = self._receive(reader)
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                if reason is not None:
+                    ended.set_result(reason)
+
+        # Watched all the time: to begin and end it for every message costs two system calls and a turn of the loop.
+        loop.add_reader(self._socket.fileno(), readable)
+        try:
+            return await ended
+        finally:
+            loop.remove_reader(self._socket.fileno())
+
+    def _receive(self, reader: FrameReader) -> str | None:
+        """What is there now. Returns why nothing more comes, None while more may. Raises ProtocolError."""
+        try:
+            count = self._socket.recv_into(reader.room())
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            count = 0  # it has closed before it had read everything
+        except OSError as error:
+            return f"the socket to {self.peer} failed: {error}"
+        if count == 0:
+            return f"{self.peer} has ended or closed the link"
+        reader.received(count)
+        while (frame := reader.next_frame()) is not None:
+            if frame.kind is Kind.BROKEN:
+                return f"{self.peer} ended the link: {_decode(_text_decoder, frame)}"
+            self._dispatch(frame)
+        return None
 
     def _dispatch(self, frame: Frame) -> None:
         kind = frame.kind

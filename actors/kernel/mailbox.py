@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import anyio
 
 from actors.kernel.reply import OpenAsks, Reply
+from actors.kernel.wakeup import Wakeup
 from actors.messages.errors import ActorGone, MailboxFull
 
 M = TypeVar("M")
@@ -57,7 +58,7 @@ class Mailbox(Generic[M]):
         self._room = size
         self._queue: deque[Envelope[M]] = deque()
         self._senders: deque[_WaitingSender[M]] = deque()
-        self._arrival: anyio.Event | None = None
+        self._arrival = Wakeup()
         self._when_gone: list[Callable[[str], None]] = []
 
     def __len__(self) -> int:
@@ -103,7 +104,6 @@ class Mailbox(Generic[M]):
                 return envelope
             if self.gone is not None:
                 raise EndOfMail
-            self._arrival = anyio.Event()
             await self._arrival.wait()
 
     def take_nowait(self) -> Envelope[M] | None:
@@ -129,8 +129,7 @@ class Mailbox(Generic[M]):
         for sender in senders:
             sender.refused = True
             sender.ended.set()
-        if self._arrival is not None:
-            self._arrival.set()
+        self._arrival.wake()
         for callback in self._when_gone:
             callback(reason)
 
@@ -158,6 +157,4 @@ class Mailbox(Generic[M]):
 
     def _append(self, envelope: Envelope[M]) -> None:
         self._queue.append(envelope)
-        if self._arrival is not None:
-            self._arrival.set()
-            self._arrival = None
+        self._arrival.wake()
