@@ -23,9 +23,23 @@ def native() -> CpuKernels:
         pytest.fail(str(error))
 
 
-@pytest.fixture(params=TIERS)
+# Of its own it has the products of quantised matrices only, and shares those with the one above it.
+VNNI = "avx512vnni"
+
+
+@pytest.fixture(params=[tier for tier in TIERS if tier != VNNI])
 def tier(request: pytest.FixtureRequest, native: CpuKernels) -> Iterator[str]:
     """Each set of instructions that this CPU has; in the place of one that it has not stands the best once more."""
+    yield from _with_tier(request, native)
+
+
+@pytest.fixture(params=[VNNI, *TIERS[2:]])
+def quantized_tier(request: pytest.FixtureRequest, native: CpuKernels) -> Iterator[str]:
+    """Likewise, for products of quantised matrices."""
+    yield from _with_tier(request, native)
+
+
+def _with_tier(request: pytest.FixtureRequest, native: CpuKernels) -> Iterator[str]:
     best = native.tier
     native.use_tier(request.param)
     yield native.tier

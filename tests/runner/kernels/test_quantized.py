@@ -86,7 +86,7 @@ def test_how_a_panel_lies() -> None:
 
 @every_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whole_numbers_are_multiplied_exactly(form: Form, dtype: torch.dtype, tier: str) -> None:
+def test_whole_numbers_are_multiplied_exactly(form: Form, dtype: torch.dtype, quantized_tier: str) -> None:
     """Where each group of activations reaches 127 and scales are powers of two, the result is that of integers.
 
     Codes and activations at both ends of their range: 16-bit sums on the way would overflow.
@@ -109,7 +109,7 @@ def test_whole_numbers_are_multiplied_exactly(form: Form, dtype: torch.dtype, ti
 @every_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES, ids=str)
-def test_product(form: Form, dtype: torch.dtype, outputs: int, inputs: int, tier: str) -> None:
+def test_product(form: Form, dtype: torch.dtype, outputs: int, inputs: int, quantized_tier: str) -> None:
     """Sums of up to 48 groups in float32: within 2e-6 of the largest result; then half a unit of bfloat16, 2^-9."""
     matrix = pack(random_matrix(form, outputs, inputs))
     x = torch.randn(ROWS[-1], inputs, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -120,7 +120,7 @@ def test_product(form: Form, dtype: torch.dtype, outputs: int, inputs: int, tier
 
 
 @every_form
-def test_how_far_from_the_weights_themselves(form: Form, tier: str) -> None:
+def test_how_far_from_the_weights_themselves(form: Form, quantized_tier: str) -> None:
     """Each activation is rounded by at most half of a 127th of its group's largest; nothing else is lost."""
     matrix = random_matrix(form, 64, 320)
     x = torch.randn(9, 320, generator=torch.Generator().manual_seed(1))
@@ -135,7 +135,9 @@ def test_how_far_from_the_weights_themselves(form: Form, tier: str) -> None:
 
 @every_form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_its_company(form: Form, dtype: torch.dtype, tier: str, threads: None) -> None:
+def test_a_row_does_not_depend_on_its_company(
+    form: Form, dtype: torch.dtype, quantized_tier: str, threads: None
+) -> None:
     """To the bit: in any number of rows, on any number of threads."""
     matrix = pack(random_matrix(form, 600, 576))
     rows = torch.randn(75, 576, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -146,7 +148,7 @@ def test_a_row_does_not_depend_on_its_company(form: Form, dtype: torch.dtype, ti
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_visible(value: float, tier: str) -> None:
+def test_what_is_not_finite_stays_visible(value: float, quantized_tier: str) -> None:
     """In its own row; the others are as they were."""
     matrix = pack(random_matrix(FORMS["Q8_0"], 20, 64))
     x = torch.ones(3, 64)
@@ -159,7 +161,7 @@ def test_what_is_not_finite_stays_visible(value: float, tier: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-36, 1e-42])
-def test_groups_of_next_to_nothing_are_zero(value: float, tier: str) -> None:
+def test_groups_of_next_to_nothing_are_zero(value: float, quantized_tier: str) -> None:
     """127 over less than 4e-37 is infinite."""
     for form in FORMS.values():
         matrix = pack(random_matrix(form, 20, 64))
