@@ -18,14 +18,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kMostThreads = 64;
-// Looks at the job board before a helper sleeps, some 40 microseconds, and between two looks at which core it is on; looks
-// before the caller sleeps that waits for a helper.
-constexpr int kLooks = 2000, kLooksBetween = 50, kLooksBeforeRest = 1000;
+// Looks at the job board before a helper sleeps, some 40 microseconds; looks between two at the clock or at the core.
+constexpr int kLooks = 2000, kLooksBetween = 50;
 // After so many jobs without help, or one whose helper was interrupted, the caller does without for a while, each time for
 // longer. A job that keeps a thread busy for long is worth waiting for help.
 constexpr int kAbsences = 4;
 constexpr Clock::duration kAloneFirst = std::chrono::microseconds(200), kAloneMost = std::chrono::milliseconds(5),
                           kLong = std::chrono::milliseconds(1);
+constexpr Clock::duration kPatienceLeast = std::chrono::microseconds(20), kPatienceMost = std::chrono::milliseconds(1);
 
 void pause() {
 #ifdef __x86_64__
@@ -76,14 +76,23 @@ class Team {
     }
     take_chunks(0);
     open_.store(0);
-    const bool is_long = Clock::now() - began > kLong;
-    for (int looks = 0; inside_.load() != 0 && looks < kLooksBeforeRest; ++looks) pause();
-    const bool interrupted = inside_.load() != 0;
+    const Clock::duration own = Clock::now() - began;
+    const bool interrupted = !all_left_within(std::clamp(own, kPatienceLeast, kPatienceMost));
     if (interrupted) rest();
-    if (!is_long) note(interrupted);
+    if (own <= kLong) note(interrupted);
   }
 
  private:
+  // A helper's last chunk takes no longer than all that the caller has done meanwhile, unless it has lost its core.
+  bool all_left_within(Clock::duration patience) const {
+    const Clock::time_point until = Clock::now() + patience;
+    for (int looks = 1; inside_.load() != 0; ++looks) {
+      pause();
+      if (looks % kLooksBetween == 0 && Clock::now() > until) return inside_.load() == 0;
+    }
+    return true;
+  }
+
   // Asleep, so that a helper that has lost its core to somebody else finds this one free.
   void rest() {
     std::unique_lock<std::mutex> lock(bed_);
