@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -15,17 +14,10 @@
 namespace kvyard {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int64_t kMostThreads = 64;
-// Looks at the job board before a helper sleeps, some 40 microseconds; looks between two at the clock or at the core.
-constexpr int kLooks = 2000, kLooksBetween = 50;
-// After so many jobs without help, or one whose helper was interrupted, the caller does without for a while, each time for
-// longer. A job that keeps a thread busy for long is worth waiting for help.
-constexpr int kAbsences = 4;
-constexpr Clock::duration kAloneFirst = std::chrono::microseconds(200), kAloneMost = std::chrono::milliseconds(5),
-                          kLong = std::chrono::milliseconds(1);
-constexpr Clock::duration kPatienceLeast = std::chrono::microseconds(20), kPatienceMost = std::chrono::milliseconds(1);
+// Looks at the job board before a helper sleeps, some 40 microseconds; looks before one that waits for a helper gives its
+// core away.
+constexpr int kLooks = 2000, kLooksBeforeYield = 2000;
 
 void pause() {
 #ifdef __x86_64__
@@ -53,12 +45,6 @@ class Team {
       return;
     }
     for (; helpers_ < threads - 1; ++helpers_) start_helper();
-    const Clock::time_point began = Clock::now();
-    if (began < alone_until_) {
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) function(context, chunk);
-      if (Clock::now() - began > kLong) alone_until_ = began;
-      return;
-    }
     function_ = function;
     context_ = context;
     places_ = threads - 1;
@@ -66,9 +52,6 @@ class Team {
       spans_[span].next.store(chunks * span / threads, std::memory_order_relaxed);
       spans_[span].end = chunks * (span + 1) / threads;
     }
-#ifdef __linux__
-    core_.store(sched_getcpu(), std::memory_order_relaxed);
-#endif
     open_.store(++number_);
     if (asleep_.load() > 0) {
       const std::lock_guard<std::mutex> guard(bed_);
@@ -76,76 +59,23 @@ class Team {
     }
     take_chunks(0);
     open_.store(0);
-    const Clock::duration own = Clock::now() - began;
-    const bool interrupted = !all_left_within(std::clamp(own, kPatienceLeast, kPatienceMost));
-    if (interrupted) rest();
-    if (own <= kLong) note(interrupted);
+    for (int looks = 0; inside_.load() != 0; ++looks) looks < kLooksBeforeYield ? pause() : void(sched_yield());
   }
 
  private:
-  // A helper's last chunk takes no longer than all that the caller has done meanwhile, unless it has lost its core.
-  bool all_left_within(Clock::duration patience) const {
-    const Clock::time_point until = Clock::now() + patience;
-    for (int looks = 1; inside_.load() != 0; ++looks) {
-      pause();
-      if (looks % kLooksBetween == 0 && Clock::now() > until) return inside_.load() == 0;
-    }
-    return true;
-  }
-
-  // Asleep, so that a helper that has lost its core to somebody else finds this one free.
-  void rest() {
-    std::unique_lock<std::mutex> lock(bed_);
-    resting_.store(true);
-    done_.wait(lock, [&] { return inside_.load() == 0; });
-    resting_.store(false);
-  }
-
-  // Whether the other cores are others' at the moment: helpers that do not come, or are interrupted in the middle.
-  void note(bool interrupted) {
-    const bool helped = helped_.exchange(false, std::memory_order_relaxed);
-    if (helped && !interrupted) {
-      absent_ = 0;
-      alone_ = kAloneFirst;
-    } else if (interrupted || ++absent_ >= kAbsences) {
-      absent_ = 0;
-      alone_until_ = Clock::now() + alone_;
-      alone_ = std::min(2 * alone_, kAloneMost);
-    }
-  }
-
   // First those of the thread's own span, one behind the other as they lie in memory, then what others have left.
-  bool take_chunks(int64_t own) {
+  void take_chunks(int64_t own) {
     const int64_t spans = places_.load() + 1;
-    bool any = false;
     for (int64_t turn = 0; turn < spans; ++turn) {
       Span& span = spans_[(own + turn) % spans];
-      for (int64_t chunk; (chunk = span.next.fetch_add(1, std::memory_order_relaxed)) < span.end; any = true)
+      for (int64_t chunk; (chunk = span.next.fetch_add(1, std::memory_order_relaxed)) < span.end;)
         function_(context_, chunk);
     }
-    return any;
   }
 
   bool wanted(uint64_t last) const {
     const uint64_t number = open_.load();
     return number != 0 && number != last;
-  }
-
-  // There it can only take time from the caller, who has to do the work alone anyway.
-  bool on_callers_core() const {
-#ifdef __linux__
-    return sched_getcpu() == core_.load(std::memory_order_relaxed);
-#else
-    return false;
-#endif
-  }
-
-  void leave() {
-    inside_.fetch_sub(1);
-    if (resting_.load()) {
-      const std::lock_guard<std::mutex> guard(bed_);
-      done_.notify_all();
-    }
   }
 
   void start_helper() {
@@ -163,13 +93,11 @@ class Team {
   void help() {
     for (uint64_t last = 0;;) {
       int looks = 0;
-      bool in_the_way = false;
       while (!wanted(last) && looks < kLooks) {
         pause();
-        // Now and then: whether the caller waits for the core that this helper spins on.
-        if (++looks % kLooksBetween == 0 && (in_the_way = on_callers_core())) break;
+        ++looks;
       }
-      if (looks == kLooks || in_the_way) {
+      if (looks == kLooks) {
         std::unique_lock<std::mutex> lock(bed_);
         asleep_.fetch_add(1);
         alarm_.wait(lock, [&] { return wanted(last); });
@@ -179,26 +107,19 @@ class Team {
       const uint64_t number = open_.load();
       if (number != 0) {
         last = number;
-        if (others < places_.load() && !on_callers_core() && take_chunks(others + 1))
-          helped_.store(true, std::memory_order_relaxed);
+        if (others < places_.load()) take_chunks(others + 1);
       }
-      leave();
+      inside_.fetch_sub(1);
     }
   }
 
   std::mutex busy_, bed_;
-  std::condition_variable alarm_, done_;
-  std::atomic<bool> resting_{false};
-  std::atomic<int> core_{-1};  // on which the caller began the job
+  std::condition_variable alarm_;
   alignas(64) std::atomic<uint64_t> open_{0};
   alignas(64) std::atomic<int64_t> inside_{0};
   std::atomic<int64_t> asleep_{0}, places_{0};
   int64_t helpers_ = 0;
   uint64_t number_ = 0;
-  std::atomic<bool> helped_{false};
-  int absent_ = 0;  // jobs in a row
-  Clock::time_point alone_until_{};
-  Clock::duration alone_ = kAloneFirst;
   void (*function_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   Span spans_[kMostThreads];

@@ -5,10 +5,6 @@
 // them spin hurts whoever shares the machine. Ours differ in two ways: a helper looks out for the next loop for a few
 // dozen microseconds before it sleeps, and nobody waits for a helper that has not come: its chunks are taken by the others.
 // A chunk is done once, by one thread; which one makes no difference to its result.
-//
-// Where others use the cores, help costs more than it brings: a helper that is interrupted in the middle of a chunk is
-// waited for, and one that wakes up on the caller's own core takes its time away. So a helper never works there, and a
-// caller whose helpers do not come, or are interrupted, does without them for up to some milliseconds.
 #pragma once
 
 #include <cstdint>
