@@ -112,10 +112,12 @@ class Result(msgspec.Struct, frozen=True):
     steps: list[float]  # one per round
 
 
-def runner_for(way: str, d: ModelDescription, device: Device) -> ModelRunner:
+def runner_for(way: str, d: ModelDescription, device: Device, threads: int) -> ModelRunner:
     ours, plain = load(device), TorchKernels(device)
     kernels: Any = {OURS: ours, PLAIN: plain}.get(way) or SeenThrough(device)
-    runner = ModelRunner(d, device="cpu", dtype="bfloat16", num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, threads=0)
+    runner = ModelRunner(
+        d, device="cpu", dtype="bfloat16", num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, threads=threads
+    )
     with torch.inference_mode():
         model = LlamaModel(d, open_weights(d, device, False), device, kernels, d.context_length)
     attends = ours if way in (OURS, PIECES) else plain
@@ -178,16 +180,19 @@ def markdown(results: dict[Shape, dict[str, Result]]) -> str:
 @click.command()
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@click.option(
+    "--threads", default=0, help="0: all cores. 1 on a machine with other work: torch's threads wait for each other."
+)
 @click.option("--way", "ways", type=click.Choice(list(WAYS)), multiple=True, default=["pieces"], show_default=True)
 @torch.inference_mode()
-def main(model: str, rounds: int, ways: tuple[str, ...]) -> None:
+def main(model: str, rounds: int, threads: int, ways: tuple[str, ...]) -> None:
     """A step by our kernels, by plain torch and by torch.compile. Needs a C++ compiler."""
     inductor.freezing = True
-    d, device = resolve(model), Device("cpu", "bfloat16", 0)
+    d, device = resolve(model), Device("cpu", "bfloat16", threads)
     results = {}
     for shape in SHAPES:
         names = (OURS, PLAIN, *(WAYS[way] for way in ways))
-        results[shape] = measure({name: runner_for(name, d, device) for name in names}, d, shape, rounds)
+        results[shape] = measure({name: runner_for(name, d, device, threads) for name in names}, d, shape, rounds)
         torch.compiler.reset()
     print(markdown(results))
 
