@@ -110,6 +110,10 @@ class _Parser:
         dimensions = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
         quantization = gguf.GGMLQuantizationType(self._scalar("<I"))
         values_per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[quantization]
+        if dimensions and dimensions[0] % values_per_block:
+            raise ValueError(
+                f"{name}: rows of {dimensions[0]} values in {quantization.name}, whose blocks have {values_per_block}"
+            )
         size = 1
         for dimension in dimensions:
             size *= dimension

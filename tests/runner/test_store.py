@@ -156,6 +156,19 @@ def test_a_gguf_with_a_senseless_header(tiny_gguf: Path, tmp_path: Path) -> None
         resolve(str(tiny_gguf), tmp_path)
 
 
+def test_a_gguf_whose_rows_are_no_whole_blocks(tiny_gguf: Path, tmp_path: Path) -> None:
+    """The output norm of 32 values said to be 33 in Q8_0, which has 32 in a block."""
+    content = tiny_gguf.read_bytes()
+    name = b"output_norm.weight"
+    at = content.index(name) + len(name) + 4  # behind the number of dimensions
+    assert struct.unpack_from("<QI", content, at) == (32, 0)
+    tiny_gguf.write_bytes(content[:at] + struct.pack("<QI", 33, 8) + content[at + 12 :])
+    with pytest.raises(
+        ConfigurationError, match=r"output_norm\.weight: rows of 33 values in Q8_0, whose blocks have 32"
+    ):
+        resolve(str(tiny_gguf), tmp_path)
+
+
 def test_a_gguf_of_another_architecture(tiny_gguf: Path, tmp_path: Path) -> None:
     content = tiny_gguf.read_bytes()
     assert content.count(b"\x05\0\0\0\0\0\0\0llama") == 1

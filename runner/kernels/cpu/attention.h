@@ -10,7 +10,8 @@
 //
 // Of an int8 pool the scores are multiplied by the scales of keys and the weights by those of values, see chunk.h.
 //
-// Tokens that a query may not see are never multiplied by: what lies behind the end of the context may be anything.
+// What lies behind the end of the context is never multiplied by and may be anything. A token that only a later query
+// sees has the weight zero for an earlier one: it must be finite.
 #pragma once
 
 #include "chunk.h"
@@ -325,7 +326,7 @@ void finish(const AttentionWork& work, Partial total) {
 void merge(Partial total, Partial part, int64_t queries, int64_t head_size) {
   const int64_t width = (head_size + kLanes - 1) / kLanes * kLanes;
   for (int64_t query = 0; query < queries; ++query) {
-    if (part.maximum[query] == -kInfinity) continue;  // it sees nothing of the part
+    if (part.total[query] == 0) continue;  // it sees nothing of the part
     const float now = __builtin_fmaxf(total.maximum[query], part.maximum[query]);
     const float old_share = exponential(splat(total.maximum[query] - now))[0];
     const float new_share = exponential(splat(part.maximum[query] - now))[0];

@@ -15,18 +15,21 @@ import torch
 import torch.nn.functional as F
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
+from runner.attention.paged import PagedAttention
 from runner.batch import Batch
 from runner.device import Device, Embedding, Linear
 from runner.kernels import packed_products
 from runner.kernels.cpu.build import built
 from runner.kernels.cpu.large_pages import LargePages
 from runner.kernels.errors import BackendUnavailable
+from runner.kernels.kernels import Attention
 from runner.kernels.packed import PackedMatrix, pack
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, keys_of
 from runner.store.cache import default_cache
 from runner.weights.quantized import QuantizedMatrix
 
+_MOST_HEAD_SIZE = 256  # kMaxHeadSize of kernels.h
 TIERS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 
 
@@ -126,7 +129,11 @@ class CpuKernels:
         chosen: torch.Tensor = self._draw(logits, *map(torch.from_numpy, (temperatures, top_k, top_p, keys)))
         return chosen
 
-    def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> NativeAttention:
+    def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> Attention:
+        """Plain torch's for heads that are larger or odd."""
+        head_size = pool.tensor.shape[-1]
+        if head_size > _MOST_HEAD_SIZE or head_size % 2:
+            return PagedAttention(pool, self._device, batch, angles)
         return NativeAttention(pool, batch, angles)
 
 

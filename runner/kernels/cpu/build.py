@@ -1,7 +1,8 @@
 """Builds the native CPU kernels with the machine's C++ compiler, once, into kvyard's cache folder.
 
-Every tier is in the library, so a cache that several machines share serves them all. The folder's name is a digest of
-sources, compiler and torch; whoever comes second waits for the first, and a library under its final name is whole.
+Every tier is in the library, so a cache that several machines share serves them all, those without a compiler too. The
+folder's name is a digest of sources and torch; whoever comes second waits for the first, and a library under its final
+name is whole.
 `python -m runner.kernels.cpu.build` builds it ahead of the first start.
 """
 
@@ -11,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,16 +54,16 @@ def built(cache: Path) -> Path:
     """The library, which is built when the cache does not have it. Raises BackendUnavailable."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _FIRST_TORCH:
         raise BackendUnavailable(f"they need torch 2.10 or newer, this is {torch.__version__}")
-    compiler = _compiler()
-    final = cache / "kernels" / f"cpu-{_digest(compiler)}"
+    final = cache / "kernels" / f"cpu-{_digest()}"
     library = final / _LIBRARY
     if library.exists():
         return library
+    compiler = _compiler()
     try:
         with locked(cache, final.name), writable(cache):
             if not library.exists():
                 started = time.perf_counter()
-                logger.info("building the CPU kernels, once, with %s", compiler)
+                logger.info("building the CPU kernels, once, with %s", shlex.join(compiler))
                 with appearing_folder(final) as work:
                     _build(compiler, work)
                 logger.info("built the CPU kernels in %.0f s", time.perf_counter() - started)
@@ -70,12 +72,14 @@ def built(cache: Path) -> Path:
     return library
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
+    """The command, and the arguments that CXX gives it."""
     chosen = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [chosen] if chosen else _COMPILERS)), None)
-    if found is None:
-        raise BackendUnavailable(f"no C++ compiler found{f' by CXX={chosen}' if chosen else ''}; {_HELP}")
-    return found
+    for command in [shlex.split(chosen)] if chosen else [[name] for name in _COMPILERS]:
+        found = shutil.which(command[0]) if command else None
+        if found is not None:
+            return [found, *command[1:]]
+    raise BackendUnavailable(f"no C++ compiler found{f' by CXX={chosen}' if chosen else ''}; {_HELP}")
 
 
 def _tiers() -> dict[str, tuple[str, ...]]:
@@ -86,16 +90,15 @@ def _tiers() -> dict[str, tuple[str, ...]]:
     return tiers | {name: ("quantized_tier.cpp", *flags) for name, flags in quantized.items()}
 
 
-def _digest(compiler: str) -> str:
-    """Of everything that the library comes from."""
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256(repr((said, torch.__version__, platform.machine(), _FLAGS, _tiers())).encode())
+def _digest() -> str:
+    """Of everything that the library comes from but the compiler, which not every machine of a shared cache has."""
+    digest = hashlib.sha256(repr((torch.__version__, platform.machine(), _FLAGS, _tiers())).encode())
     for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _build(compiler: str, work: Path) -> None:
+def _build(compiler: list[str], work: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     units: dict[str, tuple[str, ...]] = {"tiers": ("tiers.cpp",), "work": ("work.cpp",)}
     units |= {name: (source, f"-DKVYARD_TIER={name}", *flags) for name, (source, *flags) in _tiers().items()}
@@ -104,13 +107,13 @@ def _build(compiler: str, work: Path) -> None:
 
     def compile_unit(name: str) -> None:
         source, *flags = units[name]
-        _run([compiler, *_FLAGS, *flags, "-c", str(_FOLDER / source), "-o", str(work / f"{name}.o")])
+        _run([*compiler, *_FLAGS, *flags, "-c", str(_FOLDER / source), "-o", str(work / f"{name}.o")])
 
     with ThreadPoolExecutor(available_cores()) as pool:
         list(pool.map(compile_unit, reversed(units)))
     objects = [str(work / f"{name}.o") for name in units]
     libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-pthread")
-    _run([compiler, "-shared", *objects, *libraries, "-o", str(work / _LIBRARY)])
+    _run([*compiler, "-shared", *objects, *libraries, "-o", str(work / _LIBRARY)])
     for path in objects:
         Path(path).unlink()
 

@@ -1,5 +1,5 @@
 // The CPU kernels as torch operators: checks what the caller hands over, cuts the work into pieces and gives them to
-// torch's threads. Written against torch's stable ABI, whose headers compile in seconds and which outlives torch versions.
+// the threads of threads.h. Written against torch's stable ABI, whose headers compile in seconds and which outlives torch versions.
 //
 // Schemas, fake implementations and the reference in plain torch are in operators.py; this file adds the CPU key.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -115,7 +115,7 @@ Tensor swiglu(Tensor gate_up) {
 // Whole, as the views of kernels.h see it from layer 0; strides in bytes.
 struct Pool {
   char *data, *scales;
-  int64_t kv_heads, layers, block_size, head_size, row_bytes, head_stride, scale_head_stride;
+  int64_t blocks, kv_heads, layers, block_size, head_size, row_bytes, head_stride, scale_head_stride;
   int64_t tile_bytes() const { return block_size * row_bytes; }
   int64_t scale_tile_bytes() const { return block_size * static_cast<int64_t>(sizeof(uint16_t)); }
   char* keys_of(int64_t layer) const { return data + 2 * layer * tile_bytes(); }
@@ -145,7 +145,7 @@ Pool pool_of(const Tensor& pool, const std::optional<Tensor>& scales, const Tens
                   "kvyard: the pool is of another dtype");
   STD_TORCH_CHECK(layer >= 0 && layer < pool.size(2), "kvyard: there is no layer ", layer);
   STD_TORCH_CHECK(pool.size(5) <= kMaxHeadSize && pool.size(5) % 2 == 0, "kvyard: head size ", pool.size(5));
-  Pool view{static_cast<char*>(pool.data_ptr()), nullptr, pool.size(1), pool.size(2), pool.size(4), pool.size(5),
+  Pool view{static_cast<char*>(pool.data_ptr()), nullptr, pool.size(0), pool.size(1), pool.size(2), pool.size(4), pool.size(5),
             pool.size(5) * static_cast<int64_t>(pool.element_size()), head_stride_of(pool), 0};
   if (scales.has_value()) {
     bool fits = scales->dim() == 5 && scales->scalar_type() == Type::BFloat16 && head_stride_of(*scales) > 0;
@@ -181,6 +181,11 @@ void rotate_and_store(Tensor qkv, Tensor angles, Tensor positions, Tensor pool, 
                         view.row_bytes, view.scales_of(layer), view.scale_head_stride, view.scale_tile_bytes()};
   for (int64_t token = 0; token < tokens.count; ++token)
     STD_TORCH_CHECK(at[token] >= 0 && at[token] < table.count, "kvyard: no angle for position ", at[token]);
+  // `stored` counts rows from the first layer's keys on: those of the last layer's values lie so much further.
+  const int64_t rows = view.blocks * view.kv_heads * 2 * view.layers * view.block_size;
+  const int64_t end = rows - (2 * view.layers - 1) * view.block_size;
+  for (int64_t index = 0; index < tokens.count * view.kv_heads; ++index)
+    STD_TORCH_CHECK(to[index] >= 0 && to[index] < end, "kvyard: row ", to[index], " lies beyond the pool");
   for_each_row(tokens.count, tokens.width, [&](int64_t token) {
     kernels.rotate_and_store(tokens[token], table[at[token]], store, to + token * view.kv_heads, heads, view.kv_heads,
                              view.head_size);
@@ -212,7 +217,11 @@ Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor star
     STD_TORCH_CHECK(begin[row] >= 0 && count > 0 && begin[row + 1] <= tokens.count && before[row] >= 0 &&
                         end <= tables.width * view.block_size,
                     "kvyard: row ", row, " reaches beyond its tokens or its block table");
-    call.add_row(reinterpret_cast<const int32_t*>(tables[row]), begin[row], count, before[row]);
+    const auto* blocks = reinterpret_cast<const int32_t*>(tables[row]);
+    for (int64_t index = 0; index * view.block_size < end; ++index)
+      STD_TORCH_CHECK(blocks[index] >= 0 && blocks[index] < view.blocks, "kvyard: row ", row, " names block ",
+                      blocks[index], " of a pool of ", view.blocks);
+    call.add_row(blocks, begin[row], count, before[row]);
   }
   call.run();
   return result;

@@ -57,12 +57,19 @@ class Team {
       const std::lock_guard<std::mutex> guard(bed_);
       alarm_.notify_all();
     }
+    const Closing closing{*this};  // also when a chunk throws: helpers must be out before the job's data go
     take_chunks(0);
-    open_.store(0);
-    for (int looks = 0; inside_.load() != 0; ++looks) looks < kLooksBeforeYield ? pause() : void(sched_yield());
   }
 
  private:
+  struct Closing {
+    Team& team;
+    ~Closing() {
+      team.open_.store(0);
+      for (int looks = 0; team.inside_.load() != 0; ++looks) looks < kLooksBeforeYield ? pause() : void(sched_yield());
+    }
+  };
+
   // First those of the thread's own span, one behind the other as they lie in memory, then what others have left.
   void take_chunks(int64_t own) {
     const int64_t spans = places_.load() + 1;

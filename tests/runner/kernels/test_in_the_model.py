@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.messages.request import SamplingParams
 from runner.kernels.cpu.backend import CpuKernels
@@ -45,6 +46,19 @@ def test_bfloat16_text_does_not_depend_on_chunks_or_company(
         got = harness.run(PROMPTS, 30, chunk=chunk, concurrency=concurrency, sampling=[sampling] * 5)
         if native.has_own_products:
             assert got == together, (chunk, concurrency)
+
+
+def test_heads_too_large_for_the_kernels_are_left_to_torch(
+    native: CpuKernels, tiny_model: Callable[..., tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """Of 320 dimensions; the kernels take up to 256. Greedy text in float32 as transformers has it."""
+    model, folder = tiny_model(head_dim=320)
+    runner = ModelRunner(
+        resolve(str(folder), tmp_path), device="cpu", dtype="float32", num_blocks=20, block_size=16, threads=0
+    )
+    prompt = torch.tensor([PROMPTS[1]])
+    expected = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    assert Harness(runner, 20, 16).run([PROMPTS[1]], 12) == [expected.tolist()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -224,6 +224,14 @@ def test_a_nan_stays_visible(tier: str) -> None:
         assert OPERATORS.add_rms_norm(row, None, torch.ones(20, dtype=dtype), 1e-5).isnan().all()
 
 
+@pytest.mark.parametrize("position", [0, 100, 511, 512, 513, 1024])
+def test_a_nan_key_stays_visible(position: int, tier: str) -> None:
+    """Also where it is all that a query sees of a part of 512 tokens."""
+    given = inputs(Case([(position, 1)]), torch.float32)
+    given.pool[given.block_tables[0, position // 16], 0, 1, 0, position % 16, 3] = torch.nan
+    assert OPERATORS.paged_attention(*given.attention(1)).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_accepts_the_operators(dtype: torch.dtype, native: CpuKernels) -> None:
     """Schemas that tell the truth about what is written to, and fakes with the shapes of the real results."""
@@ -252,6 +260,15 @@ def test_what_does_not_fit_is_refused(native: object) -> None:
     attention = OPERATORS.paged_attention
     with pytest.raises(RuntimeError, match="row 0 reaches beyond"):
         attention(qkv, pool, tables, starts, contexts + 16, layer, scale)
+    num_blocks = len(pool)
+    with pytest.raises(RuntimeError, match=f"row 1 names block {num_blocks} of a pool of {num_blocks}"):
+        attention(qkv, pool, tables.index_fill(0, torch.tensor([1]), num_blocks), starts, contexts, layer, scale)
+    rotate = OPERATORS.rotate_and_store
+    last = int(given.stored.max())
+    for wrong in (-1, pool.numel() // pool.shape[-1] - 3 * pool.shape[-2]):  # the first row behind the last layer 0
+        stored = given.stored.where(given.stored != last, wrong)
+        with pytest.raises(RuntimeError, match=f"row {wrong} lies beyond the pool"):
+            rotate(given.qkv, given.angles, given.positions, pool, stored, 1)
     with pytest.raises(RuntimeError, match="there is no layer 2"):
         attention(qkv, pool, tables, starts, contexts, 2, scale)
     with pytest.raises(RuntimeError, match="another dtype"):
