@@ -1,7 +1,8 @@
-"""Servers for a measurement: started, waited for, and gone when the block is left."""
+"""Servers for a measurement: started, waited for, and gone when the block is left or the measuring process ends."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ KVYARD = (sys.executable, "-P", "-m", "tools.cli")
 START_S = 300.0
 STOP_S = 30.0
 POLL_S = 0.2
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def free_port() -> int:
@@ -63,7 +65,7 @@ def server(
     poll_s: float = POLL_S,
 ) -> Iterator[Server]:
     """Any server that answers 200 on the path `ready` once it is; ended with the block."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, preexec_fn=_end_with_parent)
     try:
         _wait_ready(process, url + ready, poll_s)
         yield Server(url, process)
@@ -74,6 +76,11 @@ def server(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child, kept over exec: SIGTERM when this process ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, poll_s: float) -> None:
