@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from actors.kernel.process import PARENT_PID
+from runner.store.cache import default_cache
 from tests.deployment.harness import ROOT, free_port, get_json, wait_for
 
 # The characters from "!" to "~", and the space as byte-level vocabularies write it.
@@ -55,12 +56,16 @@ def model_and_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Pat
 
 @pytest.fixture(scope="module")
 def url(model_and_folder: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
+    port, cache = free_port(), tmp_path_factory.mktemp("cache")
+    # No model of before, but the kernels that everybody has built.
+    built = default_cache() / "kernels"
+    built.mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").symlink_to(built)
     flags = ["--role", "both", "--port", str(port), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.cli", "serve", "--model", str(model_and_folder[1]), *flags],
         cwd=ROOT,
-        env={**os.environ, "KVYARD_CACHE": str(tmp_path_factory.mktemp("cache")), PARENT_PID: str(os.getpid())},
+        env={**os.environ, "KVYARD_CACHE": str(cache), PARENT_PID: str(os.getpid())},
         start_new_session=True,
     )
     try:
