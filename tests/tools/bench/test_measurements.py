@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from actors.messages.model import ModelDescription
 from tools.bench import peers as peers_module
 from tools.bench.memory import mappings, parameters, touched
-from tools.bench.peers import FIRST_TOKEN, THROUGHPUT, Load, Peers, compare, figures_of
+from tools.bench.peers import FIRST_TOKEN, THROUGHPUT, Load, Loaded, Peers, compare, figures_of
 from tools.bench.processes import Server
 from tools.bench.rows import Measured, Row
 from tools.bench.step_ratio import Times
@@ -121,6 +122,7 @@ class Recorded(Peers):
     def __init__(self) -> None:
         self.loaded: list[tuple[str, int, int]] = []
         self.failing = ""
+        self.lost = {"ours": 0, "vllm": 0}
 
     def flags(self, load: Load) -> list[str]:
         return list(load.flags)
@@ -129,11 +131,13 @@ class Recorded(Peers):
     def serving(self, peer: str) -> Iterator[Server]:
         yield Server(peer, None)  # type: ignore[arg-type]
 
-    def load(self, url: str, load: Load, seed: int) -> float:
+    def load(self, url: str, load: Load, seed: int, may_fail: int = 0) -> Loaded:
         if url == self.failing:
             raise RuntimeError("0 of 4 requests completed\nand more")
+        if self.lost[url] > may_fail:
+            raise RuntimeError("3 of 4 requests completed")
         self.loaded.append((url, load.prompts, seed))
-        return 10.0 if url == "ours" else 5.0
+        return Loaded(10.0 if url == "ours" else 5.0, load.prompts - self.lost[url])
 
 
 @pytest.fixture
@@ -167,6 +171,17 @@ def test_a_server_that_does_not_start_leaves_the_other_rows(recorded: Recorded) 
     found = dict(compare(recorded, LOADS, rounds=1))
     assert found[C] == Measured(missing="failed: a server ended with code 2")
     assert found[A].ours == found[B].ours == (10.0,)
+
+
+def test_what_the_peer_fails_at_counts_as_done_and_is_told(recorded: Recorded) -> None:
+    """One request of four: its 5 tokens/s of three requests are 6.67 of four; of ours none may fail."""
+    recorded.lost["vllm"] = 1
+    found = dict(compare(recorded, {A: LOADS[A]}, rounds=2))[A]
+    assert found.theirs == (5.0 * 4 / 3, 5.0 * 4 / 3)
+    assert found.note == "the peer failed at 2 of 8 requests, which count as if they had been done"
+    assert Loaded(80.0, 3).as_if_complete(msgspec.structs.replace(LOADS[A], figure=FIRST_TOKEN)) == 80.0
+    recorded.lost["ours"] = 1
+    assert dict(compare(recorded, {A: LOADS[A]}, rounds=2))[A].missing == "failed: 3 of 4 requests completed"
 
 
 def test_a_load_that_fails_says_so_in_its_row(recorded: Recorded) -> None:
