@@ -30,7 +30,9 @@ class Attention(Protocol):
 
 
 class Kernels(Protocol):
-    name: str  # for people: which set this is
+    @property
+    def name(self) -> str:
+        """For people: which set this is."""
 
     def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
         """On the device, as `linear` and `embedding` take it."""

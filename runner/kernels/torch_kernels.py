@@ -12,6 +12,7 @@ from runner.attention.paged import PagedAttention
 from runner.batch import Batch
 from runner.device import Device, Embedding, Linear
 from runner.kernels import packed_products, reference
+from runner.kernels.kernels import Attention
 from runner.kernels.packed import PackedMatrix, pack
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, sample
@@ -19,10 +20,12 @@ from runner.weights.quantized import QuantizedMatrix
 
 
 class TorchKernels:
-    name = "plain torch"
-
     def __init__(self, device: Device) -> None:
         self._device = device
+
+    @property
+    def name(self) -> str:
+        return "plain torch"
 
     def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
         packed = pack(matrix)
@@ -50,5 +53,5 @@ class TorchKernels:
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         return sample(logits, draws, self._device)
 
-    def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> PagedAttention:
+    def attention(self, pool: KVPool, batch: Batch, angles: torch.Tensor) -> Attention:
         return PagedAttention(pool, self._device, batch, angles)

@@ -12,18 +12,16 @@ from functools import cache
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
-from runner.attention.paged import PagedAttention
 from runner.batch import Batch
-from runner.device import Device, Embedding, Linear
-from runner.kernels import packed_products
+from runner.device import Device, Linear
 from runner.kernels.cpu.build import built
 from runner.kernels.cpu.large_pages import LargePages
 from runner.kernels.errors import BackendUnavailable
 from runner.kernels.kernels import Attention
-from runner.kernels.packed import PackedMatrix, pack
+from runner.kernels.packed import PackedMatrix
+from runner.kernels.torch_kernels import TorchKernels
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, keys_of
 from runner.store.cache import default_cache
@@ -51,9 +49,12 @@ class NativeAttention:
         return attended
 
 
-class CpuKernels:
+class CpuKernels(TorchKernels):
+    """Plain torch, but for what the library has."""
+
     def __init__(self, library: ctypes.CDLL, device: Device) -> None:
-        self._library, self._device, self._large_pages = library, device, LargePages()
+        super().__init__(device)
+        self._library, self._large_pages = library, LargePages()
         library.kvyard_tier.restype = ctypes.c_char_p
         library.kvyard_use_tier.restype = ctypes.c_bool
         library.kvyard_multiplies.restype = ctypes.c_bool
@@ -80,16 +81,16 @@ class CpuKernels:
         return bool(self._library.kvyard_multiplies())
 
     def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
-        packed = pack(matrix)
+        packed = super().pack(matrix)
         return msgspec.structs.replace(packed, panels=self._large_pages.copy(packed.panels))
 
     def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
         """In bfloat16 our own product where it is the faster one; a row's result then depends on the row alone."""
-        if isinstance(weight, PackedMatrix):
-            return packed_products.linear(weight)
+        if isinstance(weight, PackedMatrix) or weight.dtype is not torch.bfloat16:
+            return super().linear(weight)
         outputs, inputs = weight.shape
-        if weight.dtype is not torch.bfloat16 or inputs % 2 or not self.has_own_products:
-            return self._device.linear(weight)
+        if inputs % 2 or not self.has_own_products:
+            return super().linear(weight)
         panels = self._large_pages.copy(torch.ops.kvyard.pack_weight.default(weight))
         multiply = torch.ops.kvyard.packed_linear.default
 
@@ -98,11 +99,6 @@ class CpuKernels:
             return product
 
         return packed_linear
-
-    def embedding(self, weight: torch.Tensor | PackedMatrix) -> Embedding:
-        if isinstance(weight, PackedMatrix):
-            return packed_products.embedding(weight, self._device)
-        return lambda token_ids: F.embedding(token_ids, weight)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
@@ -133,7 +129,7 @@ class CpuKernels:
         """Plain torch's for heads that are larger or odd."""
         head_size = pool.tensor.shape[-1]
         if head_size > _MOST_HEAD_SIZE or head_size % 2:
-            return PagedAttention(pool, self._device, batch, angles)
+            return super().attention(pool, batch, angles)
         return NativeAttention(pool, batch, angles)
 
 

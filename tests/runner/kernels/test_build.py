@@ -99,7 +99,7 @@ def test_without_a_compiler_torch_computes(
 
     monkeypatch.setattr("runner.kernels.cpu.backend.load", load)
     kernels = registry.choose(Device("cpu", "float32", 0))
-    assert isinstance(kernels, TorchKernels)
+    assert type(kernels) is TorchKernels
     (record,) = caplog.records
     assert record.getMessage().startswith("no cpu kernels, so plain torch computes, which is slower: no C++ compiler")
     assert "install a C++ compiler" in record.getMessage()
