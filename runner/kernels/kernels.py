@@ -13,9 +13,12 @@ import torch
 from runner.batch import Batch
 from runner.device import Embedding, Linear
 from runner.kernels.packed import PackedMatrix
+from runner.kernels.packed_dense import PackedDense
 from runner.kv_pool import KVPool
 from runner.sampling import Draw
 from runner.weights.quantized import QuantizedMatrix
+
+Weight = torch.Tensor | PackedMatrix | PackedDense  # a matrix [out, in] as a device keeps it
 
 
 class Attention(Protocol):
@@ -34,13 +37,13 @@ class Kernels(Protocol):
     def name(self) -> str:
         """For people: which set this is."""
 
-    def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
-        """On the device, as `linear` and `embedding` take it."""
+    def pack(self, matrix: torch.Tensor | QuantizedMatrix) -> Weight:
+        """On the device, as suits it and as `linear` and `embedding` take it."""
 
-    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
-        """x [tokens, in] → x · weightᵀ [tokens, out]. `weight` [out, in] is laid out once, as suits the device."""
+    def linear(self, weight: Weight) -> Linear:
+        """x [tokens, in] → x · weightᵀ [tokens, out]."""
 
-    def embedding(self, weight: torch.Tensor | PackedMatrix) -> Embedding:
+    def embedding(self, weight: Weight) -> Embedding:
         """token_ids int64 [tokens] → those rows of `weight` [vocabulary, hidden], in the device's dtype."""
 
     def add_rms_norm(

@@ -8,8 +8,9 @@ device without a kernel of its own. A backend adds its kernels under its dispatc
 | paged_attention | each row's queries over the row's blocks, prefills and decodes in one call |
 | swiglu | silu of the first half times the second |
 | draw | one token of each row of float32 logits, see runner/sampling.py |
-| pack_weight | a weight matrix [outputs, inputs] in the panels that packed_linear reads |
-| packed_linear | input · weightᵀ of a packed weight matrix |
+| pack_weight | a bfloat16 weight matrix [outputs, inputs] in fewer bytes, see packed_dense.py |
+| packed_linear | input · weightᵀ of such a matrix |
+| packed_embedding | rows of such a matrix |
 | quantized_linear | the same of a quantised one, see packed.py; activations become whole numbers too |
 | quantized_embedding | rows of a quantised matrix as numbers |
 
@@ -66,11 +67,17 @@ def _fake_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    return weight.new_empty(-(-weight.shape[0] // reference.PANEL), weight.shape[1] * reference.PANEL)
+    return weight.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
 
 
-def _fake_packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int) -> torch.Tensor:
+def _fake_packed_linear(input: torch.Tensor, packed: torch.Tensor, outputs: int) -> torch.Tensor:
     return input.new_empty(input.shape[0], outputs)
+
+
+def _fake_packed_embedding(
+    token_ids: torch.Tensor, packed: torch.Tensor, outputs: int, like: torch.Tensor
+) -> torch.Tensor:
+    return like.new_empty(len(token_ids), len(like))
 
 
 def _fake_quantized_linear(
@@ -116,7 +123,12 @@ for _schema, _implementation, _fake in (
         _fake_draw,
     ),
     ("pack_weight(Tensor weight) -> Tensor", reference.pack_weight, _fake_pack_weight),
-    ("packed_linear(Tensor input, Tensor panels, int outputs) -> Tensor", reference.packed_linear, _fake_packed_linear),
+    ("packed_linear(Tensor input, Tensor packed, int outputs) -> Tensor", reference.packed_linear, _fake_packed_linear),
+    (
+        "packed_embedding(Tensor token_ids, Tensor packed, int outputs, Tensor like) -> Tensor",
+        reference.packed_embedding,
+        _fake_packed_embedding,
+    ),
     (
         "quantized_linear(Tensor input, Tensor panels, int outputs, int bits, int group, bool has_minima) -> Tensor",
         reference.quantized_linear,

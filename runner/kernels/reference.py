@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runner.kernels.packed import unpacked
+from runner.kernels import packed_dense
+from runner.kernels.packed import PANEL, unpacked
 from runner.kv_quantisation import dequantise, quantise
 from runner.sampling import gumbel
 
-PANEL = 16  # outputs of a packed weight matrix that lie together
 ACTIVATION_GROUP = 32  # inputs of one scale, where activations are whole numbers
 SMALLEST_ACTIVATION = 1e-35  # a group that reaches no further is zero
 
@@ -35,15 +35,15 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """[outputs, inputs] → [panels, inputs / 2 · PANEL · 2]: for each pair of inputs, PANEL outputs by two inputs."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
-    return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).reshape(len(padded) // PANEL, -1)
+    return packed_dense.pack(weight)
 
 
-def packed_linear(input: torch.Tensor, panels: torch.Tensor, outputs: int) -> torch.Tensor:
-    weight = panels.view(len(panels), -1, PANEL, 2).transpose(1, 2).reshape(-1, input.shape[1])
-    return F.linear(input, weight[:outputs])
+def packed_linear(input: torch.Tensor, packed: torch.Tensor, outputs: int) -> torch.Tensor:
+    return F.linear(input, packed_dense.unpacked(packed, outputs, input.shape[1]))
+
+
+def packed_embedding(token_ids: torch.Tensor, packed: torch.Tensor, outputs: int, like: torch.Tensor) -> torch.Tensor:
+    return packed_dense.unpacked(packed, outputs, len(like))[token_ids]
 
 
 def rounded_rows(input: torch.Tensor) -> torch.Tensor:

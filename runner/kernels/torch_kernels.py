@@ -12,8 +12,8 @@ from runner.attention.paged import PagedAttention
 from runner.batch import Batch
 from runner.device import Device, Embedding, Linear
 from runner.kernels import packed_products, reference
-from runner.kernels.kernels import Attention
-from runner.kernels.packed import PackedMatrix, pack
+from runner.kernels.kernels import Attention, Weight
+from runner.kernels.packed import pack
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, sample
 from runner.weights.quantized import QuantizedMatrix
@@ -27,20 +27,20 @@ class TorchKernels:
     def name(self) -> str:
         return "plain torch"
 
-    def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
+    def pack(self, matrix: torch.Tensor | QuantizedMatrix) -> Weight:
+        if isinstance(matrix, torch.Tensor):
+            return matrix
         packed = pack(matrix)
         return msgspec.structs.replace(packed, panels=packed.panels.to(self._device.torch))
 
-    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
+    def linear(self, weight: Weight) -> Linear:
         """A packed matrix is expanded anew in every product: slow on a CPU, but never in memory as a whole model."""
-        if isinstance(weight, PackedMatrix):
-            return packed_products.linear(weight)
-        return self._device.linear(weight)
+        return self._device.linear(weight) if isinstance(weight, torch.Tensor) else packed_products.linear(weight)
 
-    def embedding(self, weight: torch.Tensor | PackedMatrix) -> Embedding:
-        if isinstance(weight, PackedMatrix):
-            return packed_products.embedding(weight, self._device)
-        return lambda token_ids: F.embedding(token_ids, weight)
+    def embedding(self, weight: Weight) -> Embedding:
+        if isinstance(weight, torch.Tensor):
+            return lambda token_ids: F.embedding(token_ids, weight)
+        return packed_products.embedding(weight, self._device)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

@@ -16,15 +16,10 @@ from actors.messages.model import ModelDescription
 from runner.batch import Batch
 from runner.device import Device, Linear
 from runner.kernels.kernels import Attention, Kernels
-from runner.kernels.packed import PackedMatrix
 from runner.kv_pool import KVPool
 from runner.model.rope import angle_table
 from runner.weights.quantized import QuantizedMatrix, joined
 from runner.weights.source import WeightSource
-
-
-def _laid_out(matrix: torch.Tensor | QuantizedMatrix, kernels: Kernels) -> torch.Tensor | PackedMatrix:
-    return kernels.pack(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
 
 
 def product_with(matrices: Sequence[torch.Tensor | QuantizedMatrix], kernels: Kernels) -> Linear:
@@ -34,7 +29,7 @@ def product_with(matrices: Sequence[torch.Tensor | QuantizedMatrix], kernels: Ke
         alike = list(group)
         stored = [matrix for matrix in alike if isinstance(matrix, QuantizedMatrix)]
         dense = [matrix for matrix in alike if isinstance(matrix, torch.Tensor)]
-        products.append(kernels.linear(kernels.pack(joined(stored)) if stored else torch.cat(dense)))
+        products.append(kernels.linear(kernels.pack(joined(stored) if stored else torch.cat(dense))))
     if len(products) == 1:
         return products[0]
     return lambda x: torch.cat([product(x) for product in products], -1)
@@ -75,13 +70,13 @@ class LlamaModel:
     ) -> None:
         """Takes every tensor out of `source`. Raises ConfigurationError when one is missing, misshapen or left over."""
         self._description, self._kernels = description, kernels
-        embedding = _laid_out(source.take_matrix("model.embed_tokens.weight"), kernels)
+        embedding = kernels.pack(source.take_matrix("model.embed_tokens.weight"))
         self._embed = kernels.embedding(embedding)
         self._layers = [_Layer(index, description, source, kernels) for index in range(description.num_layers)]
         self._norm = source.take("model.norm.weight")
         head = embedding
         if not description.tie_word_embeddings:
-            head = _laid_out(source.take_matrix("lm_head.weight"), kernels)
+            head = kernels.pack(source.take_matrix("lm_head.weight"))
         self._head = kernels.linear(head)
         source.finish()
         table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)

@@ -24,8 +24,7 @@ from runner.batch import Batch
 from runner.device import Device, Linear
 from runner.kernels import reference
 from runner.kernels.cpu.backend import load
-from runner.kernels.kernels import Attention
-from runner.kernels.packed import PackedMatrix
+from runner.kernels.kernels import Attention, Weight
 from runner.kernels.torch_kernels import TorchKernels
 from runner.kv_pool import KVPool
 from runner.model.llama import LlamaModel
@@ -56,7 +55,7 @@ class Product(torch.nn.Module):
 class SeenThrough(TorchKernels):
     """Plain torch whose products inductor can see through."""
 
-    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
+    def linear(self, weight: Weight) -> Linear:
         return Product(weight) if isinstance(weight, torch.Tensor) else super().linear(weight)
 
 

@@ -19,10 +19,11 @@ import torch
 from actors.messages.model import ModelDescription
 from runner.device import Device
 from runner.kernels.kernels import Kernels
+from runner.kernels.packed_dense import PackedDense
 from runner.model_runner import ModelRunner
 from runner.weights.gguf_header import read_gguf_header
 
-_READ_BYTES, _CACHED_BYTES = 1 << 28, 1 << 22
+_READ_BYTES, _CACHED_BYTES = 1 << 28, 1 << 19
 _ROW_WIDTH, _PRODUCT_SIZE, _PRODUCT_ROWS = 1024, 2048, 1024
 _TIMES = 8
 # Activations of one call that are larger than this do not stay in the caches until the next stage reads them.
@@ -80,37 +81,53 @@ class Reader:
 
     def __init__(self, device: Device, kernels: Kernels) -> None:
         self._values = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
-        rows = _READ_BYTES // (_ROW_WIDTH * device.dtype.itemsize)
-        self._product = kernels.linear(torch.ones(rows, _ROW_WIDTH, dtype=device.dtype))
+        dense = torch.ones(_READ_BYTES // (_ROW_WIDTH * device.dtype.itemsize), _ROW_WIDTH, dtype=device.dtype)
+        weight = kernels.pack(dense)
+        self._kept_bytes = weight.packed.nbytes if isinstance(weight, PackedDense) else dense.nbytes
+        self.bytes_per_weight = self._kept_bytes / dense.numel()
+        self._product = kernels.linear(weight)
         self._one = torch.ones(1, _ROW_WIDTH, dtype=device.dtype)
 
     @torch.inference_mode()
     def bytes_per_second(self, times: int = 1) -> float:
-        return _READ_BYTES / best_of(times, self._values.sum, lambda: self._product(self._one))
+        return max(
+            self._values.nbytes / best_of(times, self._values.sum),
+            self._kept_bytes / best_of(times, lambda: self._product(self._one)),
+        )
 
 
 @torch.inference_mode()
 def measure_machine(device: Device, kernels: Kernels, reader: Reader) -> Machine:
     """The best of several: a floor is what the machine can do, not what it does beside its neighbours."""
-    cached = torch.ones(_CACHED_BYTES // 4, dtype=torch.float32)
     weight = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=device.dtype)
     left = torch.ones(_PRODUCT_ROWS, _PRODUCT_SIZE, dtype=device.dtype)
-    ours, torchs = kernels.linear(weight), device.linear(weight)
+    ours, torchs = kernels.linear(kernels.pack(weight)), device.linear(weight)
     least = torch.ones(1, 2, dtype=device.dtype)
     multiplied = best_of(_TIMES, lambda: ours(left), lambda: torchs(left))
     return Machine(
         reader.bytes_per_second(_TIMES),
-        _CACHED_BYTES / best_of(8 * _TIMES, cached.sum, cached.amax),
+        _bytes_from_cache(),
         2.0 * _PRODUCT_ROWS * _PRODUCT_SIZE**2 / multiplied,
         best_of(8 * _TIMES, lambda: kernels.swiglu(least)),
     )
 
 
+def _bytes_from_cache() -> float:
+    """One thread's rate, times the threads: torch's would have to be woken up for so little."""
+    threads = torch.get_num_threads()
+    cached = torch.ones(_CACHED_BYTES // 4, dtype=torch.float32)
+    torch.set_num_threads(1)
+    try:
+        return threads * _CACHED_BYTES / best_of(8 * _TIMES, cached.sum, cached.amax)
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Held(msgspec.Struct, frozen=True):
     """Bytes as the engine holds them."""
 
-    layers: int  # all weight matrices but the output head
-    head: int
+    layers: float  # all weight matrices but the output head
+    head: float
     token: float  # keys and values of one token
     value: int  # one activation
 
@@ -126,10 +143,10 @@ def matrices(d: ModelDescription) -> tuple[int, int, int]:
     return before, behind, d.vocab_size * d.hidden_size
 
 
-def held_dense(d: ModelDescription, dtype: torch.dtype, token_bytes: float) -> Held:
+def held_dense(d: ModelDescription, dtype: torch.dtype, token_bytes: float, weight_bytes: float) -> Held:
+    """`weight_bytes`: of one weight, as the kernels keep it."""
     before, behind, head = matrices(d)
-    size = dtype.itemsize
-    return Held(d.num_layers * (before + behind) * size, head * size, token_bytes, size)
+    return Held(d.num_layers * (before + behind) * weight_bytes, head * weight_bytes, token_bytes, dtype.itemsize)
 
 
 def held_stored(d: ModelDescription, dtype: torch.dtype, token_bytes: float) -> Held:

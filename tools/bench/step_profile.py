@@ -6,7 +6,9 @@ its KV. Step, products and read take turns, so that what else the machine does m
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -210,8 +212,11 @@ def main(
         device = Device("cpu", dtype, threads)
         reader = Reader(device, runner._kernels)
         machine = measure_machine(device, runner._kernels, reader)
-        held_as = held_stored if weights == "stored" else held_dense
-        held = held_as(description, device.dtype, runner.kv_pool.block_bytes / BLOCK_SIZE)
+        token_bytes = runner.kv_pool.block_bytes / BLOCK_SIZE
+        if weights == "stored":
+            held = held_stored(description, device.dtype, token_bytes)
+        else:
+            held = held_dense(description, device.dtype, token_bytes, reader.bytes_per_weight)
         found = profile(runner, description, shape, held, machine, reader, rounds)
         if as_json:
             print(msgspec.json.encode(found).decode(), flush=True)
@@ -220,4 +225,9 @@ def main(
 
 
 if __name__ == "__main__":
+    # As an engine's worker runs: else torch's threads look for work long after theirs is done, on our threads' cores.
+    # torch looks at it before this line is reached.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        command = [sys.executable, "-P", "-m", "tools.bench.step_profile", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
     main()

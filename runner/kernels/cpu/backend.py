@@ -15,12 +15,13 @@ import torch
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
 from runner.batch import Batch
-from runner.device import Device, Linear
+from runner.device import Device
 from runner.kernels.cpu.build import built
 from runner.kernels.cpu.large_pages import LargePages
 from runner.kernels.errors import BackendUnavailable
-from runner.kernels.kernels import Attention
+from runner.kernels.kernels import Attention, Weight
 from runner.kernels.packed import PackedMatrix
+from runner.kernels.packed_dense import INPUTS, PackedDense
 from runner.kernels.torch_kernels import TorchKernels
 from runner.kv_pool import KVPool
 from runner.sampling import Draw, keys_of
@@ -28,6 +29,7 @@ from runner.store.cache import default_cache
 from runner.weights.quantized import QuantizedMatrix
 
 _MOST_HEAD_SIZE = 256  # kMaxHeadSize of kernels.h
+_PAYS = 0.8  # of a matrix' bytes; without outliers it is 0.75
 TIERS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 
 
@@ -80,25 +82,22 @@ class CpuKernels(TorchKernels):
         """Of bfloat16 weights: a row's result then depends on the row alone. With AMX, oneDNN's are faster."""
         return bool(self._library.kvyard_multiplies())
 
-    def pack(self, matrix: QuantizedMatrix) -> PackedMatrix:
-        packed = super().pack(matrix)
-        return msgspec.structs.replace(packed, panels=self._large_pages.copy(packed.panels))
+    def pack(self, matrix: torch.Tensor | QuantizedMatrix) -> Weight:
+        if isinstance(matrix, torch.Tensor):
+            return self._packed_dense(matrix)
+        weight = super().pack(matrix)
+        assert isinstance(weight, PackedMatrix)
+        return msgspec.structs.replace(weight, panels=self._large_pages.copy(weight.panels))
 
-    def linear(self, weight: torch.Tensor | PackedMatrix) -> Linear:
-        """In bfloat16 our own product where it is the faster one; a row's result then depends on the row alone."""
-        if isinstance(weight, PackedMatrix) or weight.dtype is not torch.bfloat16:
-            return super().linear(weight)
-        outputs, inputs = weight.shape
-        if inputs % 2 or not self.has_own_products:
-            return super().linear(weight)
-        panels = self._large_pages.copy(torch.ops.kvyard.pack_weight.default(weight))
-        multiply = torch.ops.kvyard.packed_linear.default
-
-        def packed_linear(x: torch.Tensor) -> torch.Tensor:
-            product: torch.Tensor = multiply(x, panels, outputs)
-            return product
-
-        return packed_linear
+    def _packed_dense(self, matrix: torch.Tensor) -> torch.Tensor | PackedDense:
+        """In fewer bytes where we have products for that and it pays: it would not for exponents like noise."""
+        outputs, inputs = matrix.shape
+        if matrix.dtype is not torch.bfloat16 or inputs % INPUTS or not self.has_own_products:
+            return matrix
+        packed = torch.ops.kvyard.pack_weight.default(matrix)
+        if packed.nbytes > _PAYS * matrix.nbytes:
+            return matrix
+        return PackedDense(self._large_pages.copy(packed), outputs, inputs)
 
     def add_rms_norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float

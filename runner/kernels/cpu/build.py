@@ -31,6 +31,7 @@ _FOLDER = Path(__file__).parent
 _LIBRARY = "kvyard_cpu.so"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
 _TORCH_FILES = ("operators.cpp", "threads.cpp")  # the only ones that see torch's headers
+_FILES = ("tiers.cpp", "work.cpp", "weight_packer.cpp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")  # no CPU has the first without the others
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # Each compiles tier.cpp: the table's name and what the compiler may use.
@@ -100,7 +101,7 @@ def _digest() -> str:
 
 def _build(compiler: list[str], work: Path) -> None:
     torch_folder = Path(torch.__file__).parent
-    units: dict[str, tuple[str, ...]] = {"tiers": ("tiers.cpp",), "work": ("work.cpp",)}
+    units: dict[str, tuple[str, ...]] = {path.removesuffix(".cpp"): (path,) for path in _FILES}
     units |= {name: (source, f"-DKVYARD_TIER={name}", *flags) for name, (source, *flags) in _tiers().items()}
     includes = ("-isystem", str(torch_folder / "include"))
     units |= {Path(name).stem: (name, *includes) for name in _TORCH_FILES}

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "packed_weight.h"
+
 namespace kvyard {
 
 constexpr int kMaxQueries = 64;      // query vectors (token x head) of one piece of attention work
@@ -58,12 +60,15 @@ struct Part {
   int64_t begin, end;
 };
 
-// out [rows, outputs] = in [rows, 2 * pairs] x panels; see products.h for the layout. bfloat16.
-constexpr int64_t kPanel = 16;
+// out [rows, outputs] = in [rows, 2 * pairs] x a packed weight matrix, see packed_weight.h. bfloat16.
+constexpr int64_t kMostExpanded = 4;  // panels
 
 struct ProductWork {
   const void* in;
   const void* panels;
+  const uint16_t* exponents;
+  const int32_t* first_outliers;
+  const Outlier* outliers;
   void* out;
   int64_t rows, pairs, outputs, in_stride_bytes, out_stride_bytes;
 };
@@ -94,8 +99,9 @@ struct Kernels {
   void (*swiglu)(const void* gate_up, void* out, int64_t width);
   // `scratch`: 2 * size floats.
   int64_t (*draw)(const float* logits, int64_t size, const Draw&, float* scratch);
-  // Panels [first, last). Null where the tier does not multiply pairs of bfloat16, and for float32.
-  void (*multiply)(const ProductWork&, int64_t first, int64_t last);
+  // Panels [first, last). Null where the tier does not multiply pairs of bfloat16, and for float32. `scratch`: 64 bytes
+  // for each of kMostExpanded * pairs, 64-aligned.
+  void (*multiply)(const ProductWork&, int64_t first, int64_t last, void* scratch);
 };
 
 int64_t scratch_bytes();

@@ -15,6 +15,7 @@
 
 #include "threads.h"
 #include "tiers.h"
+#include "weight_packer.h"
 #include "work.h"
 
 namespace kvyard {
@@ -29,6 +30,13 @@ constexpr int64_t kElementsPerThread = 1 << 15;
 constexpr int64_t kMultiplicationsPerThread = 1 << 17;
 // A product's pieces: several for each thread, so that one that comes late finds its share, but not too small ones.
 constexpr int64_t kPiecesPerThread = 3, kPanelsPerPiece = 6;
+
+// As many for each thread: with one more than that, all wait for the thread that has it.
+int64_t product_pieces(int64_t panels, int64_t multiplications) {
+  const int64_t threads = std::min(num_threads(), 1 + multiplications / kMultiplicationsPerThread);
+  const int64_t for_each = std::clamp<int64_t>(panels / (kPanelsPerPiece * threads), 1, kPiecesPerThread);
+  return threads == 1 ? 1 : std::min(panels, threads * for_each);
+}
 
 const Kernels& kernels_for(const Tensor& tensor) {
   const auto type = tensor.scalar_type();
@@ -227,43 +235,80 @@ Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor star
   return result;
 }
 
-// weight [outputs, inputs] -> its panels, a flat tensor of the same dtype.
+// weight [outputs, inputs] -> its bytes as packed_weight.h says.
 Tensor pack_weight(Tensor weight) {
   STD_TORCH_CHECK(kernels_for(weight).multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
   const Rows in = rows_of(weight, "weight");
-  STD_TORCH_CHECK(in.width % 2 == 0, "kvyard: an odd number of inputs");
-  const int64_t pairs = in.width / 2, panels = (in.count + kPanel - 1) / kPanel;
-  Tensor result = empty_like(weight, panels, pairs * kPanel * 2);
-  auto* to = static_cast<uint32_t*>(result.data_ptr());
-  run_ranges(panels, std::min(panels, num_threads()), [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t lane = 0; lane < kPanel; ++lane) {
-        const int64_t output = panel * kPanel + lane;
-        const auto* from = reinterpret_cast<const uint32_t*>(output < in.count ? in[output] : nullptr);
-        for (int64_t pair = 0; pair < pairs; ++pair)
-          to[(panel * pairs + pair) * kPanel + lane] = from == nullptr ? 0 : from[pair];
-      }
-    }
-  });
+  STD_TORCH_CHECK(in.width % 8 == 0, "kvyard: the number of inputs is not a multiple of 8");
+  const WeightPacker packer(reinterpret_cast<const uint16_t*>(in.data), in.count, in.width, in.stride_bytes / 2);
+  Tensor result = empty_vector(weight, packer.num_bytes(), aoti_torch_dtype_uint8());
+  packer.write(static_cast<char*>(result.data_ptr()));
   return result;
 }
 
-Tensor packed_linear(Tensor in, Tensor panels, int64_t outputs) {
+PackedLayout layout_of(const Tensor& packed, int64_t outputs, int64_t inputs) {
+  const PackedLayout layout(outputs, inputs);
+  bool fits = packed.dim() == 1 && packed.is_contiguous() && packed.scalar_type() == torch::headeronly::ScalarType::Byte &&
+              outputs > 0 && inputs % 8 == 0 && packed.numel() >= layout.outliers;
+  if (fits) {
+    const auto* first = reinterpret_cast<const int32_t*>(static_cast<const char*>(packed.data_ptr()) + layout.first_outliers);
+    const int64_t outliers = first[(outputs + kPanel - 1) / kPanel];
+    fits = packed.numel() == layout.outliers + outliers * static_cast<int64_t>(sizeof(Outlier));
+  }
+  STD_TORCH_CHECK(fits, "kvyard: the packed weight does not fit");
+  return layout;
+}
+
+// The calling thread's memory for weights as they are multiplied, kept between calls.
+void* expanded_weights(int64_t pairs) {
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  static thread_local std::vector<Line> memory;
+  memory.resize(std::max(memory.size(), static_cast<size_t>(kMostExpanded * pairs)));
+  return memory.data();
+}
+
+Tensor packed_linear(Tensor in, Tensor packed, int64_t outputs) {
   const Kernels& kernels = kernels_for(in);
   STD_TORCH_CHECK(kernels.multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
-  const Rows from = rows_of(in, "in"), packed = rows_of(panels, "panels");
+  const Rows from = rows_of(in, "in");
   STD_TORCH_CHECK(from.count > 0, "kvyard: no rows");
-  STD_TORCH_CHECK(packed.width == from.width * kPanel && packed.count == (outputs + kPanel - 1) / kPanel &&
-                      panels.scalar_type() == in.scalar_type() && panels.is_contiguous(),
-                  "kvyard: the packed weight does not fit");
+  const PackedLayout layout = layout_of(packed, outputs, from.width);
   Tensor result = empty_like(in, from.count, outputs);
   const Rows to = rows_of(result, "out");
-  const ProductWork work{from.data, packed.data, to.data, from.count, from.width / 2, outputs, from.stride_bytes,
+  const auto* weight = static_cast<const char*>(packed.data_ptr());
+  const ProductWork work{from.data,
+                         weight + layout.panels,
+                         reinterpret_cast<const uint16_t*>(weight),
+                         reinterpret_cast<const int32_t*>(weight + layout.first_outliers),
+                         reinterpret_cast<const Outlier*>(weight + layout.outliers),
+                         to.data,
+                         from.count,
+                         from.width / 2,
+                         outputs,
+                         from.stride_bytes,
                          to.stride_bytes};
-  const int64_t worth = 1 + from.count * from.width * outputs / kMultiplicationsPerThread;
-  const int64_t pieces = std::min({1 + packed.count / kPanelsPerPiece, kPiecesPerThread * num_threads(), worth});
-  run_ranges(packed.count, num_threads() > 1 ? pieces : 1,
-             [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end); });
+  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  run_ranges(panels, product_pieces(panels, from.count * from.width * outputs),
+             [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end, expanded_weights(work.pairs)); });
+  return result;
+}
+
+// Rows of a packed matrix of so many outputs. `like` [inputs] says the width.
+Tensor packed_embedding(Tensor token_ids, Tensor packed, int64_t outputs, Tensor like) {
+  const int64_t inputs = like.numel(), tokens = token_ids.numel();
+  STD_TORCH_CHECK(like.scalar_type() == torch::headeronly::ScalarType::BFloat16, "kvyard: only bfloat16 is packed");
+  const PackedLayout layout = layout_of(packed, outputs, inputs);
+  const auto* at = vector_of<int64_t>(token_ids, tokens, torch::headeronly::ScalarType::Long, "token_ids");
+  for (int64_t token = 0; token < tokens; ++token)
+    STD_TORCH_CHECK(at[token] >= 0 && at[token] < outputs, "kvyard: there is no token ", at[token]);
+  Tensor result = empty_like(like, tokens, inputs);
+  const Rows to = rows_of(result, "out");
+  const auto* weight = static_cast<const char*>(packed.data_ptr());
+  for_each_row(tokens, inputs, [&](int64_t token) {
+    unpack_row(weight, layout, at[token], inputs, reinterpret_cast<uint16_t*>(to[token]));
+  });
   return result;
 }
 
@@ -316,9 +361,7 @@ Tensor quantized_linear(Tensor in, Tensor panels, int64_t outputs, int64_t bits,
   });
   const QuantizedWork work{form,       whole,   packed.data,  to.data,        from.count,
                            from.width, outputs, packed.width, to.stride_bytes, bfloat16};
-  const int64_t worth = 1 + from.count * from.width * outputs / kMultiplicationsPerThread;
-  const int64_t pieces = std::min({1 + packed.count / kPanelsPerPiece, kPiecesPerThread * num_threads(), worth});
-  run_ranges(packed.count, num_threads() > 1 ? pieces : 1,
+  run_ranges(packed.count, product_pieces(packed.count, from.count * from.width * outputs),
              [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end); });
   return result;
 }
@@ -392,6 +435,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvyard, CPU, library) {
   library.impl("draw", TORCH_BOX(&draw));
   library.impl("pack_weight", TORCH_BOX(&pack_weight));
   library.impl("packed_linear", TORCH_BOX(&packed_linear));
+  library.impl("packed_embedding", TORCH_BOX(&packed_embedding));
   library.impl("quantized_linear", TORCH_BOX(&quantized_linear));
   library.impl("quantized_embedding", TORCH_BOX(&quantized_embedding));
 }

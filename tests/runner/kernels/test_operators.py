@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from runner.kernels import reference
+from runner.kernels import packed_dense, reference
 from runner.kernels.cpu.backend import CpuKernels
+from runner.kernels.packed_dense import PackedDense
 from tests.runner.kernels.conftest import Case, inputs
 
 OPERATORS = torch.ops.kvyard
@@ -127,9 +128,9 @@ PRODUCTS = ("avx512bf16",)  # the sets of instructions with products of bfloat16
 
 
 def test_tiers_without_products_say_so(tier: str) -> None:
-    weight = torch.ones(4, 4, dtype=torch.bfloat16)
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
     if tier in PRODUCTS:
-        assert OPERATORS.packed_linear(weight, OPERATORS.pack_weight(weight), 4).tolist() == [[4.0] * 4] * 4
+        assert OPERATORS.packed_linear(weight, OPERATORS.pack_weight(weight), 4).tolist() == [[8.0] * 4] * 4
     else:
         with pytest.raises(RuntimeError, match="this CPU has no products of bfloat16"):
             OPERATORS.pack_weight(weight)
@@ -137,7 +138,7 @@ def test_tiers_without_products_say_so(tier: str) -> None:
 
 @pytest.fixture
 def pack_weight(native: CpuKernels) -> Pack:
-    """The native one, where there is one; both lay out the same panels."""
+    """The native one, where there is one; both give the same bytes."""
     return OPERATORS.pack_weight if native.tier in PRODUCTS else reference.pack_weight
 
 
@@ -147,18 +148,26 @@ def packed_linear(native: CpuKernels) -> Multiply:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 10, 12, 13, 16, 24, 271, 600])
-@pytest.mark.parametrize(("outputs", "inputs"), [(576, 576), (100, 64), (7, 2), (33, 1536)], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 576), (100, 64), (7, 8), (33, 1536)], ids=str)
 def test_product(rows: int, outputs: int, inputs: int, pack_weight: Pack, packed_linear: Multiply) -> None:
     """Sums in float32, one rounding at the end: half a unit of bfloat16, 2^-9, of the exact result."""
     generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    weight = with_outliers(outputs, inputs, generator)
     row = torch.randn(rows, inputs, generator=generator).bfloat16()
-    panels = pack_weight(weight)
-    assert torch.equal(panels, reference.pack_weight(weight))
+    packed = pack_weight(weight)
+    assert torch.equal(packed, reference.pack_weight(weight))
     exact = row.double() @ weight.double().T
-    got = packed_linear(row, panels, outputs)
+    got = packed_linear(row, packed, outputs)
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-4 * inputs**0.5)
-    torch.testing.assert_close(reference.packed_linear(row, panels, outputs).double(), exact, rtol=2**-7, atol=2**-6)
+    torch.testing.assert_close(reference.packed_linear(row, packed, outputs).double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def with_outliers(outputs: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
+    """Normally distributed, with an exponent in ten, and one weight of every row, that 15 others leave no room for."""
+    weight = torch.randn(outputs, inputs, generator=generator)
+    weight[torch.rand(outputs, inputs, generator=generator) < 0.1] *= 2**-20
+    weight[torch.arange(outputs), torch.randint(inputs, (outputs,), generator=generator)] = 20.0
+    return weight.bfloat16()
 
 
 def test_a_row_of_a_product_does_not_depend_on_its_company(native: CpuKernels) -> None:
@@ -166,11 +175,51 @@ def test_a_row_of_a_product_does_not_depend_on_its_company(native: CpuKernels) -
     if native.tier not in PRODUCTS:
         return
     generator = torch.Generator().manual_seed(3)
-    panels = OPERATORS.pack_weight(torch.randn(600, 576, generator=generator).bfloat16())
-    rows = torch.randn(560, 576, generator=generator).bfloat16()
-    together = OPERATORS.packed_linear(rows, panels, 600)
-    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 20, 28, 100, 275):
-        assert torch.equal(OPERATORS.packed_linear(rows[7 : 7 + count], panels, 600), together[7 : 7 + count]), count
+    packed = OPERATORS.pack_weight(with_outliers(600, 576, generator))
+    rows = torch.randn(1600, 576, generator=generator).bfloat16()
+    together = OPERATORS.packed_linear(rows, packed, 600)
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 20, 28, 100, 275, 800):
+        assert torch.equal(OPERATORS.packed_linear(rows[7 : 7 + count], packed, 600), together[7 : 7 + count]), count
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (16, 8), (17, 64), (600, 576)], ids=str)
+def test_packing_loses_nothing(outputs: int, inputs: int, native: CpuKernels, pack_weight: Pack) -> None:
+    """Every bfloat16 there is, infinite, NaN, subnormal and negative zero among them, comes back to the bit."""
+    generator = torch.Generator().manual_seed(outputs)
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    weight = every[torch.randint(1 << 16, (outputs, inputs), generator=generator)].view(torch.bfloat16)
+    if weight.numel() > 1 << 17:
+        weight.view(-1)[: 1 << 16] = every.view(torch.bfloat16)
+    packed = pack_weight(weight)
+    assert torch.equal(packed, reference.pack_weight(weight))
+    assert torch.equal(bits_of(packed_dense.unpacked(packed, outputs, inputs)), bits_of(weight))
+    ids = torch.randint(outputs, (40,), generator=generator)
+    look_up = OPERATORS.packed_embedding if native.tier in PRODUCTS else reference.packed_embedding
+    assert torch.equal(bits_of(look_up(ids, packed, outputs, weight[0])), bits_of(weight[ids]))
+
+
+def test_what_is_packed(native: CpuKernels) -> None:
+    """Three quarters of a byte where a trained matrix' exponents allow it; noise, odd widths and float32 stay dense."""
+    usual = torch.randn(64, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed = native.pack(usual)
+    if native.tier in PRODUCTS:
+        assert isinstance(packed, PackedDense)
+        assert 0.75 <= packed.packed.nbytes / usual.nbytes < 0.76
+    noise = (usual * torch.exp(30 * torch.rand(64, 576) - 15)).bfloat16()
+    for stays_dense in (usual.float(), usual[:, :12], noise):
+        assert native.pack(stays_dense) is stays_dense
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_no_row_beyond_a_packed_matrix_is_looked_up(wrong: int, native: CpuKernels) -> None:
+    if native.tier in PRODUCTS:
+        weight = torch.ones(5, 8, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match=f"there is no token {wrong}"):
+            OPERATORS.packed_embedding(torch.tensor([wrong]), OPERATORS.pack_weight(weight), 5, weight[0])
 
 
 def test_norm_of_zeros_is_zero(tier: str) -> None:
@@ -251,7 +300,9 @@ def test_torch_accepts_the_operators(dtype: torch.dtype, native: CpuKernels) -> 
     check(OPERATORS.draw.default, (row.float(), *columns))
     if dtype is torch.bfloat16 and native.tier in PRODUCTS:
         check(OPERATORS.pack_weight.default, (row,))
-        check(OPERATORS.packed_linear.default, (row, OPERATORS.pack_weight(torch.randn(5, 32).bfloat16()), 5))
+        packed = OPERATORS.pack_weight(torch.randn(5, 32).bfloat16())
+        check(OPERATORS.packed_linear.default, (row, packed, 5))
+        check(OPERATORS.packed_embedding.default, (torch.tensor([4, 0]), packed, 5, row[0]))
 
 
 def test_what_does_not_fit_is_refused(native: object) -> None:

@@ -14,7 +14,7 @@ from tools.bench.step_profile import Profile, markdown
 
 # 2 layers, hidden 4, intermediate 6, 2 heads of 2 and 1 KV head, 10 tokens of vocabulary.
 MODEL = ModelDescription("", "", "llama", "", 10, 64, 4, 6, 2, 2, 1, 2, 1e-5, 1e5)
-HELD = held_dense(MODEL, torch.bfloat16, token_bytes=2 * 2 * 2 * 2)
+HELD = held_dense(MODEL, torch.bfloat16, token_bytes=2 * 2 * 2 * 2, weight_bytes=2)
 BYTES = Machine(bytes_from_memory=1.0, bytes_from_cache=2.0, operations=1e30, call_s=0.0)
 OPERATIONS = Machine(bytes_from_memory=1e30, bytes_from_cache=1e30, operations=1.0, call_s=0.0)
 
