@@ -40,8 +40,8 @@ class Kernels(Protocol):
     def pack(self, matrix: torch.Tensor | QuantizedMatrix) -> Weight:
         """On the device, as suits it and as `linear` and `embedding` take it."""
 
-    def linear(self, weight: Weight) -> Linear:
-        """x [tokens, in] → x · weightᵀ [tokens, out]."""
+    def linear(self, weight: Weight, *, to_float32: bool = False) -> Linear:
+        """x [tokens, in] → x · weightᵀ [tokens, out], in x's dtype or float32."""
 
     def embedding(self, weight: Weight) -> Embedding:
         """token_ids int64 [tokens] → those rows of `weight` [vocabulary, hidden], in the device's dtype."""

@@ -70,8 +70,14 @@ def _fake_pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
 
 
-def _fake_packed_linear(input: torch.Tensor, packed: torch.Tensor, outputs: int) -> torch.Tensor:
-    return input.new_empty(input.shape[0], outputs)
+def _fake_product(input: torch.Tensor, outputs: int, to_float32: bool) -> torch.Tensor:
+    return input.new_empty(input.shape[0], outputs, dtype=torch.float32 if to_float32 else input.dtype)
+
+
+def _fake_packed_linear(
+    input: torch.Tensor, packed: torch.Tensor, outputs: int, to_float32: bool = False
+) -> torch.Tensor:
+    return _fake_product(input, outputs, to_float32)
 
 
 def _fake_packed_embedding(
@@ -81,9 +87,15 @@ def _fake_packed_embedding(
 
 
 def _fake_quantized_linear(
-    input: torch.Tensor, panels: torch.Tensor, outputs: int, bits: int, group: int, has_minima: bool
+    input: torch.Tensor,
+    panels: torch.Tensor,
+    outputs: int,
+    bits: int,
+    group: int,
+    has_minima: bool,
+    to_float32: bool = False,
 ) -> torch.Tensor:
-    return input.new_empty(input.shape[0], outputs)
+    return _fake_product(input, outputs, to_float32)
 
 
 def _fake_quantized_embedding(
@@ -123,14 +135,19 @@ for _schema, _implementation, _fake in (
         _fake_draw,
     ),
     ("pack_weight(Tensor weight) -> Tensor", reference.pack_weight, _fake_pack_weight),
-    ("packed_linear(Tensor input, Tensor packed, int outputs) -> Tensor", reference.packed_linear, _fake_packed_linear),
+    (
+        "packed_linear(Tensor input, Tensor packed, int outputs, bool to_float32=False) -> Tensor",
+        reference.packed_linear,
+        _fake_packed_linear,
+    ),
     (
         "packed_embedding(Tensor token_ids, Tensor packed, int outputs, Tensor like) -> Tensor",
         reference.packed_embedding,
         _fake_packed_embedding,
     ),
     (
-        "quantized_linear(Tensor input, Tensor panels, int outputs, int bits, int group, bool has_minima) -> Tensor",
+        "quantized_linear(Tensor input, Tensor panels, int outputs, int bits, int group, bool has_minima, "
+        "bool to_float32=False) -> Tensor",
         reference.quantized_linear,
         _fake_quantized_linear,
     ),

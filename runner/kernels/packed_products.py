@@ -10,14 +10,14 @@ from runner.kernels.packed import PackedMatrix
 from runner.kernels.packed_dense import PackedDense
 
 
-def linear(weight: PackedMatrix | PackedDense) -> Linear:
+def linear(weight: PackedMatrix | PackedDense, to_float32: bool) -> Linear:
     if isinstance(weight, PackedDense):
-        return _dense_linear(weight)
+        return _dense_linear(weight, to_float32)
     multiply = torch.ops.kvyard.quantized_linear.default
     panels, outputs, form = weight.panels, weight.outputs, (weight.bits, weight.group, weight.has_minima)
 
     def quantized_linear(x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = multiply(x, panels, outputs, *form)
+        product: torch.Tensor = multiply(x, panels, outputs, *form, to_float32)
         return product
 
     return quantized_linear
@@ -37,12 +37,12 @@ def embedding(weight: PackedMatrix | PackedDense, device: Device) -> Embedding:
     return quantized_embedding
 
 
-def _dense_linear(weight: PackedDense) -> Linear:
+def _dense_linear(weight: PackedDense, to_float32: bool) -> Linear:
     multiply = torch.ops.kvyard.packed_linear.default
     packed, outputs = weight.packed, weight.outputs
 
     def packed_linear(x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = multiply(x, packed, outputs)
+        product: torch.Tensor = multiply(x, packed, outputs, to_float32)
         return product
 
     return packed_linear

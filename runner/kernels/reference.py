@@ -38,8 +38,9 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed_dense.pack(weight)
 
 
-def packed_linear(input: torch.Tensor, packed: torch.Tensor, outputs: int) -> torch.Tensor:
-    return F.linear(input, packed_dense.unpacked(packed, outputs, input.shape[1]))
+def packed_linear(input: torch.Tensor, packed: torch.Tensor, outputs: int, to_float32: bool = False) -> torch.Tensor:
+    weight = packed_dense.unpacked(packed, outputs, input.shape[1])
+    return F.linear(input.float(), weight.float()) if to_float32 else F.linear(input, weight)
 
 
 def packed_embedding(token_ids: torch.Tensor, packed: torch.Tensor, outputs: int, like: torch.Tensor) -> torch.Tensor:
@@ -63,10 +64,17 @@ def rounded_rows(input: torch.Tensor) -> torch.Tensor:
 
 
 def quantized_linear(
-    input: torch.Tensor, panels: torch.Tensor, outputs: int, bits: int, group: int, has_minima: bool
+    input: torch.Tensor,
+    panels: torch.Tensor,
+    outputs: int,
+    bits: int,
+    group: int,
+    has_minima: bool,
+    to_float32: bool = False,
 ) -> torch.Tensor:
     weight = unpacked(panels, input.shape[1], bits, group, has_minima).flatten(0, 1)[:outputs]
-    return F.linear(rounded_rows(input), weight).to(input.dtype)
+    product = F.linear(rounded_rows(input), weight)
+    return product if to_float32 else product.to(input.dtype)
 
 
 def quantized_embedding(

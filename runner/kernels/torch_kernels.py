@@ -33,9 +33,12 @@ class TorchKernels:
         packed = pack(matrix)
         return msgspec.structs.replace(packed, panels=packed.panels.to(self._device.torch))
 
-    def linear(self, weight: Weight) -> Linear:
+    def linear(self, weight: Weight, *, to_float32: bool = False) -> Linear:
         """A packed matrix is expanded anew in every product: slow on a CPU, but never in memory as a whole model."""
-        return self._device.linear(weight) if isinstance(weight, torch.Tensor) else packed_products.linear(weight)
+        if not isinstance(weight, torch.Tensor):
+            return packed_products.linear(weight, to_float32)
+        product = self._device.linear(weight)
+        return (lambda x: product(x).float()) if to_float32 else product
 
     def embedding(self, weight: Weight) -> Embedding:
         if isinstance(weight, torch.Tensor):

@@ -77,7 +77,7 @@ class LlamaModel:
         head = embedding
         if not description.tie_word_embeddings:
             head = kernels.pack(source.take_matrix("lm_head.weight"))
-        self._head = kernels.linear(head)
+        self._head = kernels.linear(head, to_float32=True)
         source.finish()
         table = angle_table(description.head_size, description.rope_theta, description.rope_scaling, max_positions)
         self.angles = table.to(device.torch, device.dtype)  # [max_positions, head_size]
@@ -120,4 +120,4 @@ class LlamaModel:
         if not len(hidden):
             return hidden.new_empty(0, self._description.vocab_size, dtype=torch.float32)
         normed = self._kernels.add_rms_norm(hidden, None, self._norm, self._description.rms_norm_eps)
-        return self._head(normed).float()
+        return self._head(normed)

@@ -55,8 +55,11 @@ class Product(torch.nn.Module):
 class SeenThrough(TorchKernels):
     """Plain torch whose products inductor can see through."""
 
-    def linear(self, weight: Weight) -> Linear:
-        return Product(weight) if isinstance(weight, torch.Tensor) else super().linear(weight)
+    def linear(self, weight: Weight, *, to_float32: bool = False) -> Linear:
+        if not isinstance(weight, torch.Tensor):
+            return super().linear(weight, to_float32=to_float32)
+        product = Product(weight)
+        return (lambda x: product(x).float()) if to_float32 else product
 
 
 class InPieces:
@@ -85,7 +88,7 @@ class InPieces:
 
         def last(hidden: torch.Tensor, attended: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             hidden = behind(layers[-1], hidden[wanted], attended[wanted])
-            logits: torch.Tensor = model._head(_norm(hidden, model._norm, epsilon)).float()
+            logits: torch.Tensor = model._head(_norm(hidden, model._norm, epsilon))
             return logits
 
         self._first, self._last = torch.compile(first), torch.compile(last)

@@ -71,6 +71,7 @@ struct ProductWork {
   const Outlier* outliers;
   void* out;
   int64_t rows, pairs, outputs, in_stride_bytes, out_stride_bytes;
+  bool to_float32;  // else bfloat16
 };
 
 // How one row is drawn: temperature 0 takes the largest logit; top_k and top_p that leave everything are >= the number

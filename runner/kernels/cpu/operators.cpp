@@ -68,11 +68,20 @@ Tensor empty(const Tensor& model, int64_t dimensions, const int64_t* sizes, cons
   return Tensor(made);
 }
 
-Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
+Tensor empty_rows(const Tensor& model, int64_t rows, int64_t width, int32_t dtype) {
   const int64_t sizes[] = {rows, width}, strides[] = {width, 1};
+  return empty(model, 2, sizes, strides, dtype);
+}
+
+Tensor empty_like(const Tensor& model, int64_t rows, int64_t width) {
   int32_t dtype;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(model.get(), &dtype));
-  return empty(model, 2, sizes, strides, dtype);
+  return empty_rows(model, rows, width, dtype);
+}
+
+// Of a product: float32 when that is asked for.
+Tensor empty_product(const Tensor& in, int64_t rows, int64_t outputs, bool to_float32) {
+  return to_float32 ? empty_rows(in, rows, outputs, aoti_torch_dtype_float32()) : empty_like(in, rows, outputs);
 }
 
 Tensor empty_vector(const Tensor& model, int64_t length, int32_t dtype) {
@@ -269,13 +278,13 @@ void* expanded_weights(int64_t pairs) {
   return memory.data();
 }
 
-Tensor packed_linear(Tensor in, Tensor packed, int64_t outputs) {
+Tensor packed_linear(Tensor in, Tensor packed, int64_t outputs, bool to_float32) {
   const Kernels& kernels = kernels_for(in);
   STD_TORCH_CHECK(kernels.multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
   const Rows from = rows_of(in, "in");
   STD_TORCH_CHECK(from.count > 0, "kvyard: no rows");
   const PackedLayout layout = layout_of(packed, outputs, from.width);
-  Tensor result = empty_like(in, from.count, outputs);
+  Tensor result = empty_product(in, from.count, outputs, to_float32);
   const Rows to = rows_of(result, "out");
   const auto* weight = static_cast<const char*>(packed.data_ptr());
   const ProductWork work{from.data,
@@ -288,7 +297,8 @@ Tensor packed_linear(Tensor in, Tensor packed, int64_t outputs) {
                          from.width / 2,
                          outputs,
                          from.stride_bytes,
-                         to.stride_bytes};
+                         to.stride_bytes,
+                         to_float32};
   const int64_t panels = (outputs + kPanel - 1) / kPanel;
   run_ranges(panels, product_pieces(panels, from.count * from.width * outputs),
              [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end, expanded_weights(work.pairs)); });
@@ -347,20 +357,21 @@ QuantizedRows row_of(const QuantizedRows& rows, int64_t row, int64_t inputs, Qua
           rows.offsets + row * inputs / group_of(form)};
 }
 
-Tensor quantized_linear(Tensor in, Tensor panels, int64_t outputs, int64_t bits, int64_t group, bool minima) {
+Tensor quantized_linear(Tensor in, Tensor panels, int64_t outputs, int64_t bits, int64_t group, bool minima,
+                        bool to_float32) {
   const bool bfloat16 = &kernels_for(in) != &current_tier()[0];
   const QuantizedKernels& kernels = *current_quantized();
   const QuantizedForm form = form_of(bits, group, minima);
   const Rows from = rows_of(in, "in"), packed = panels_of(panels, form, from.width, outputs);
   STD_TORCH_CHECK(from.count > 0, "kvyard: no rows");
-  Tensor result = empty_like(in, from.count, outputs);
+  Tensor result = empty_product(in, from.count, outputs, to_float32);
   const Rows to = rows_of(result, "out");
   const QuantizedRows whole = activations(from.count, from.width);
   for_each_row(from.count, from.width, [&](int64_t row) {
     kernels.quantize_row[bfloat16](from[row], from.width, form, row_of(whole, row, from.width, form));
   });
   const QuantizedWork work{form,       whole,   packed.data,  to.data,        from.count,
-                           from.width, outputs, packed.width, to.stride_bytes, bfloat16};
+                           from.width, outputs, packed.width, to.stride_bytes, bfloat16 && !to_float32};
   run_ranges(packed.count, product_pieces(packed.count, from.count * from.width * outputs),
              [&](int64_t begin, int64_t end) { kernels.multiply(work, begin, end); });
   return result;

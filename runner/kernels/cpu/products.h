@@ -135,10 +135,14 @@ void multiply_tile(const ProductWork& work, const Panels& panels, int64_t row, i
     }
   }
   for (int index = 0; index < kRows; ++index) {
-    auto* to = reinterpret_cast<BFloat16*>(static_cast<char*>(work.out) + (row + index) * work.out_stride_bytes);
+    char* to = static_cast<char*>(work.out) + (row + index) * work.out_stride_bytes;
     for (int column = 0; column < kPanels; ++column) {
       const int64_t output = (panel + column) * kLanes;
-      store(to + output, totals[index][column], work.outputs - output);
+      if (work.to_float32) {
+        store(reinterpret_cast<float*>(to) + output, totals[index][column], work.outputs - output);
+      } else {
+        store(reinterpret_cast<BFloat16*>(to) + output, totals[index][column], work.outputs - output);
+      }
     }
   }
 }

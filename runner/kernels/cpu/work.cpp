@@ -9,7 +9,7 @@ namespace kvyard {
 namespace {
 
 // Packing, scoring and weighting so many keys takes about as long as waking a thread up.
-constexpr int64_t kKeysPerThread = 1024;
+constexpr int64_t kKeysPerThread = 256;
 
 // A thread's own memory, kept between calls: the packed keys and values, and two partial sums.
 struct ThreadMemory {

@@ -149,7 +149,9 @@ def packed_linear(native: CpuKernels) -> Multiply:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 10, 12, 13, 16, 24, 271, 600])
 @pytest.mark.parametrize(("outputs", "inputs"), [(576, 576), (100, 64), (7, 8), (33, 1536)], ids=str)
-def test_product(rows: int, outputs: int, inputs: int, pack_weight: Pack, packed_linear: Multiply) -> None:
+def test_product(
+    rows: int, outputs: int, inputs: int, native: CpuKernels, pack_weight: Pack, packed_linear: Multiply
+) -> None:
     """Sums in float32, one rounding at the end: half a unit of bfloat16, 2^-9, of the exact result."""
     generator = torch.Generator().manual_seed(rows)
     weight = with_outliers(outputs, inputs, generator)
@@ -160,6 +162,10 @@ def test_product(rows: int, outputs: int, inputs: int, pack_weight: Pack, packed
     got = packed_linear(row, packed, outputs)
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-4 * inputs**0.5)
     torch.testing.assert_close(reference.packed_linear(row, packed, outputs).double(), exact, rtol=2**-7, atol=2**-6)
+    if native.tier in PRODUCTS:
+        wide = OPERATORS.packed_linear(row, packed, outputs, to_float32=True)
+        assert torch.equal(wide.bfloat16(), got), "rounded once, where it is rounded"
+        torch.testing.assert_close(wide, reference.packed_linear(row, packed, outputs, True), rtol=1e-4, atol=1e-3)
 
 
 def with_outliers(outputs: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
@@ -302,6 +308,7 @@ def test_torch_accepts_the_operators(dtype: torch.dtype, native: CpuKernels) -> 
         check(OPERATORS.pack_weight.default, (row,))
         packed = OPERATORS.pack_weight(torch.randn(5, 32).bfloat16())
         check(OPERATORS.packed_linear.default, (row, packed, 5))
+        check(OPERATORS.packed_linear.default, (row, packed, 5, True))
         check(OPERATORS.packed_embedding.default, (torch.tensor([4, 0]), packed, 5, row[0]))
 
 
