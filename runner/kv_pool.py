@@ -1,8 +1,8 @@
 """The KV pool: one page-aligned span of memory that holds every block of a model's keys and values.
 
 Shape [num_blocks, kv_heads, layers, 2, block_size, head_size], 2 = key, value. Block 0 is the null block: rows that are
-only padding point at it. Invariant: every value is finite; `clear` is called on blocks before their first use, since
-a masked position still multiplies what lies there by zero.
+only padding point at it. What a block holds behind a request's last token is anybody's: attention that multiplies it by
+a masked position's zero must `clear` blocks before their first use; attention that leaves it alone need not.
 
 With `kv_dtype` "int8" the scales of kv_quantisation.py lie behind each head's share of a block, so that a block and a
 head's part of it stay contiguous, and the int8 of a tile begin and end with a cache line:
@@ -88,7 +88,7 @@ class KVPool:
         return memoryview(self._memory)
 
     def clear(self, block_ids: torch.Tensor) -> None:
-        """Zeroes blocks; ids int64 [n]."""
+        """Zeroes blocks; ids int64 [n]. Costs as much as a token or two: a block is the keys and values of all layers."""
         self._bytes.index_fill_(0, block_ids, 0)
 
     def clear_null_block(self) -> None:

@@ -161,8 +161,6 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
         """Logits of the packed tokens `wanted`."""
-        if batch.fresh_blocks is not None:
-            self.kv_pool.clear(batch.fresh_blocks)
         self._last_tokens.fill_in(batch)
         return self._model.logits_of(batch, self.kv_pool, wanted)
 

@@ -50,6 +50,8 @@ class PagedAttention:
 
     def __init__(self, pool: KVPool, device: Device, batch: Batch, angles: torch.Tensor | None) -> None:
         """`angles` None: queries and keys come turned, through `answer`."""
+        if batch.fresh_blocks is not None:
+            pool.clear(batch.fresh_blocks)  # what is masked is multiplied by zero: it must be finite
         self._pool, self._device, self._geometry = pool, device, batch.geometry
         self._stored = batch.stored
         self._angles = None if angles is None else angles[batch.positions]

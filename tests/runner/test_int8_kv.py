@@ -232,8 +232,6 @@ def every_logit(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     half = len(tokens) // 2
     for start, end in ((0, half), (half, len(tokens))):
         batch = runner._builder.build(table.apply(plan(tokens, start, end, [] if start else blocks)))
-        if batch.fresh_blocks is not None:
-            runner.kv_pool.clear(batch.fresh_blocks)
         found.append(runner._model.logits_of(batch, runner.kv_pool, torch.arange(end - start)))
     return torch.cat(found)
 
