@@ -73,8 +73,8 @@ class Device:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around the loading of weights: on one thread, for it is many small operations, between which others would
-        wake up and sleep again; afterwards the temporaries' memory, a few hundred MB that no step needs, is the system's
-        again."""
+        wake up and sleep again; afterwards the temporaries' memory, a few hundred MB that no step needs, is
+        the system's again."""
         torch.set_num_threads(1)
         try:
             yield
