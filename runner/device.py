@@ -73,15 +73,15 @@ class Device:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around the loading of weights: on one thread, for it is many small operations, between which others would
-        wake up and sleep again; afterwards the temporaries' memory, which no step needs, is the system's again."""
+        wake up and sleep again; afterwards the temporaries' memory, a few hundred MB that no step needs, is
+        the system's again."""
         torch.set_num_threads(1)
         try:
             yield
         finally:
             torch.set_num_threads(self._threads)
-            if self.is_cpu:
-                with contextlib.suppress(OSError, AttributeError):
-                    ctypes.CDLL(None).malloc_trim(0)
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
     def tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         """The array on the device; the copy does not make the host wait."""
@@ -150,12 +150,6 @@ def _keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
         mallopt(_M_ARENA_MAX, 1)
-
-
-def give_back_freed_memory() -> None:
-    """What loading a model leaves on the heap goes back to the system, once: a few hundred MB."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 # torch's cache and oneDNN's own below it; both are read at the first product.

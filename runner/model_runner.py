@@ -18,7 +18,7 @@ from actors.messages.model import ModelDescription
 from actors.messages.plan import NewRequest, StepPlan
 from actors.messages.request import SamplingParams
 from runner.batch import Batch, BatchBuilder, Geometry
-from runner.device import Device, give_back_freed_memory
+from runner.device import Device
 from runner.kernels.registry import choose
 from runner.kv_pool import KVPool
 from runner.last_tokens import LastTokens
@@ -71,7 +71,6 @@ class ModelRunner:
             else:
                 source = open_weights(description, self._device, weights == "stored")
                 self._model = LlamaModel(description, source, self._device, self._kernels, description.context_length)
-        give_back_freed_memory()
         # Not in inference mode: others may write into it, such as a transfer.
         self.kv_pool = KVPool(
             self._device,

@@ -25,7 +25,6 @@ from runner.kernels.packed import PANEL
 
 INPUTS = 8  # side by side in a panel: those of a matrix are a multiple of it
 _EXPONENTS, _FOUR_BYTES, _ALIGNMENT = 16, 192, 64
-_ENTRY = 8  # bytes of an outlier
 
 
 class PackedDense(msgspec.Struct, frozen=True):
@@ -44,14 +43,15 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     counts = torch.bincount(exponents[:outputs].flatten(), minlength=256)
     counts[0] = bits.numel() + 1
     table = counts.argsort(descending=True, stable=True)[:_EXPONENTS].int()
-    codes = torch.full((256,), -1, dtype=torch.int32)
-    codes[table.long()] = torch.arange(_EXPONENTS, dtype=torch.int32)
+    codes = torch.full((256,), -1, dtype=torch.int32, device=weight.device)
+    codes[table.long()] = torch.arange(_EXPONENTS, dtype=torch.int32, device=weight.device)
     code = codes[exponents.long()]
     outside = code < 0
     rest = torch.where(outside, 0, bits >> 8 & 0x80 | bits & 0x7F)
     # [panels, fours, pair, output, place]
     by_pair = (-1, PANEL, inputs // INPUTS, 4, 2)
-    shifted = code.clamp_min(0).view(by_pair).permute(0, 2, 3, 1, 4) << torch.arange(0, 16, 4).view(1, 1, 4, 1, 1)
+    shifts = torch.arange(0, 16, 4, device=weight.device).view(1, 1, 4, 1, 1)
+    shifted = code.clamp_min(0).view(by_pair).permute(0, 2, 3, 1, 4) << shifts
     words = shifted.sum(2).to(torch.int16).flatten(2).view(torch.uint8)
     panels = torch.cat((words, rest.view(by_pair).permute(0, 2, 3, 1, 4).flatten(2).byte()), 2)
     pairs = torch.where(outside, bits, 0).view(-1, PANEL, inputs // 2, 2).transpose(1, 2)  # [panels, pairs, output, 2]

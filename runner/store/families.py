@@ -19,7 +19,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
 }
-NATIVE_FAMILIES = tuple(_DEFAULTS)
 
 
 def obstacle(config: dict[str, Any]) -> str:

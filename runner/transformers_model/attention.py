@@ -38,7 +38,7 @@ class Answering(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """As runner/model/llama.py's Attention, to what the layer asks."""
+        """As runner/kernels/kernels.py's Attention, to what the layer asks."""
 
 
 class NotServed(Exception):

@@ -209,7 +209,7 @@ def test_packing_loses_nothing(outputs: int, inputs: int, native: CpuKernels, pa
 
 
 def test_what_is_packed(native: CpuKernels) -> None:
-    """Three quarters of a byte where a trained matrix' exponents allow it; noise, odd widths and float32 stay dense."""
+    """In three quarters of its bytes where a matrix' exponents allow it; noise, odd widths and float32 stay dense."""
     usual = torch.randn(64, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
     packed = native.pack(usual)
     if native.tier in PRODUCTS:
