@@ -53,6 +53,9 @@ async def run_worker(settings: WorkerSettings) -> None:
     runner = await loop.run_in_executor(thread, make_runner)
     seconds_per_token = await loop.run_in_executor(thread, runner.warm_up)
     pool = runner.kv_pool
+    memory = KVMemory.nothing(pool.block_bytes)
+    if pool.is_in_host_memory:
+        memory = KVMemory(pool.address, settings.num_blocks, pool.block_bytes, pool.memory())
     async with anyio.create_task_group() as tasks, ActorSystem() as system:
         link = Link(inherited_socket(), "the engine")
         results = link.address("scheduler", StepResult | StepFailed | TransferReport, type(None), SCHEDULER_WINDOW)
@@ -60,12 +63,12 @@ async def run_worker(settings: WorkerSettings) -> None:
         executor = await system.start(ExecutorActor(runner, thread, results))
         transfer_actor = TransferActor(
             "transfer",
-            memory=KVMemory(pool.address, settings.num_blocks, pool.block_bytes, pool.memory()),
+            memory=memory,
             layout=settings.description.kv_layout(settings.dtype, settings.block_size, settings.kv_dtype),
             engine_id=settings.engine_id,
             epoch=settings.epoch,
             host=settings.kv_host,
-            transport=settings.transport,
+            transport=settings.transport if pool.is_in_host_memory else "tcp",
             lease_s=settings.lease_s,
             renewal_s=settings.renewal_s,
             reports=results,

@@ -36,6 +36,11 @@ class KVMemory:
             raise ValueError(f"a pool is contiguous and a multiple of {block_bytes} bytes, not {array.nbytes}")
         return cls(array.ctypes.data, array.nbytes // block_bytes, block_bytes, array)
 
+    @classmethod
+    def nothing(cls, block_bytes: int) -> KVMemory:
+        """No blocks: of a pool that does not lie in host memory nothing is lent, and nothing lands there."""
+        return cls.of_array(np.empty(0, np.uint8), block_bytes)
+
     def block(self, block_id: int) -> memoryview:
         return self.view[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 

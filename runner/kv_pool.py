@@ -81,14 +81,18 @@ class KVPool:
     def address(self) -> int:
         return self._bytes.data_ptr()
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        return self._memory is not None
+
     def memory(self) -> memoryview:
-        """The pool's bytes, writable. On a CPU only."""
+        """The pool's bytes, writable. Raises TypeError when they are not in host memory."""
         if self._memory is None:
             raise TypeError("the KV pool does not lie in host memory")
         return memoryview(self._memory)
 
     def clear(self, block_ids: torch.Tensor) -> None:
-        """Zeroes blocks; ids int64 [n]. Costs as much as a token or two: a block is the keys and values of all layers."""
+        """Zeroes blocks; ids int64 [n]. Each takes about as long as a token: it is keys and values of all layers."""
         self._bytes.index_fill_(0, block_ids, 0)
 
     def clear_null_block(self) -> None:

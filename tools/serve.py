@@ -57,6 +57,11 @@ def deployment_secret(configuration: EngineConfiguration) -> bytes | None:
     """The bytes of --kv-secret-file. Raises ConfigurationError; WrongFlag where a role cannot do without."""
     from connectors.ticket import load_secret
 
+    if configuration.role != "both" and configuration.device != "cpu":
+        raise WrongFlag(
+            f"--role {configuration.role} hands KV blocks over, which is built for host memory only: "
+            f"with --device {configuration.device} serve with --role both"
+        )
     if configuration.role != "both" and (configuration.kv_host or configuration.host) in ("", "0.0.0.0", "::"):
         raise WrongFlag(
             f"--host {configuration.host} is no address at which another engine finds this one: "

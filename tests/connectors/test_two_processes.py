@@ -13,13 +13,14 @@ import pytest
 
 from actors.configuration import Transport
 from actors.messages.transfer import BlocksLanded, HoldTicket, ReleaseTicket, TransferFailed
+from connectors.memory import KVMemory
 from connectors.transports.choose import available
 from tests.connectors.cases import (
     a_stopped_peer_is_noticed_by_the_deadline,
     an_incompatible_layout_names_both_values,
     case,
 )
-from tests.connectors.harness import PeerProcess, reader
+from tests.connectors.harness import LAYOUT, PeerProcess, reader
 
 TRANSPORTS = available()
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -72,6 +73,15 @@ async def test_an_empty_load_only_releases() -> None:
             side.endpoint.handle(side.order("a", peer.grant("a", range(4)), [], first=4))
             assert (await side.wait_for(BlocksLanded, "a")).num_bytes == 0
             await peer.wait_report("BlocksSent", "a")
+
+
+async def test_a_pool_outside_of_host_memory_takes_no_blocks() -> None:
+    """Such as a GPU's: an endpoint without blocks. The load fails at once."""
+    assert KVMemory.nothing(LAYOUT.block_bytes).num_bytes == 0
+    with PeerProcess() as peer:
+        async with reader(num_blocks=0) as side:
+            side.endpoint.handle(side.order("a", peer.grant("a", range(4)), [1, 2, 3, 4]))
+            assert (await side.wait_for(TransferFailed, "a")).reason == "invalid"
 
 
 async def test_a_lease_that_expired_before_the_read_gives_nothing() -> None:

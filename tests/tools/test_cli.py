@@ -55,6 +55,7 @@ def test_help_names_every_command_and_an_unknown_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--role", "decode", "--device", "cuda"], "with --device cuda serve with --role both"),
         (["--role", "decode"], "needs --kv-secret-file: make one with `openssl rand -hex 32`"),
         (["--role", "prefill", "--host", "0.0.0.0"], "--host 0.0.0.0 is no address at which another engine finds this"),
     ],
