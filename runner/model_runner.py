@@ -59,6 +59,7 @@ class ModelRunner:
         """
         self._device = Device(device, dtype, threads)
         self._kernels = choose(self._device)
+        logger.info("the model is computed by %s", self._kernels.name)
         self._random_seed, self._clock = random_seed, clock
         self._context_length = description.context_length
         self._geometry = Geometry(description.num_heads, description.num_kv_heads, description.num_layers, block_size)

@@ -16,7 +16,7 @@ import msgspec
 from actors.messages.errors import ConfigurationError
 from actors.messages.model import ModelDescription
 
-HOW_TO_INSTALL = "pip install 'kvyard[hf]'"
+HOW_TO_INSTALL = "in the repository's root, pip install -e '.[hf]'"
 _EXAMINER = "runner.transformers_model.examine"
 
 

@@ -129,9 +129,9 @@ def test_without_transformers_it_says_what_to_install(
     monkeypatch.setattr(through_transformers, "ask_transformers", lambda path: examine(str(path)))
     known = resolve(str(folder), tmp_path / "known")  # before it was taken away
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match=r"model_type 'olmo2', which .* pip install 'kvyard\[hf\]'"):
+    with pytest.raises(ConfigurationError, match=r"model_type 'olmo2', which .* pip install -e '\.\[hf\]'"):
         resolve(str(folder), tmp_path / "new")
-    with pytest.raises(ConfigurationError, match=r"needs transformers, .* pip install 'kvyard\[hf\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs transformers, .* pip install -e '\.\[hf\]'"):
         ModelRunner(known, device="cpu", dtype="float32", num_blocks=4, block_size=16, threads=1)
 
 

@@ -79,8 +79,8 @@ def main(
             own = {row: measure for row, measure in own.items() if row.key in only}
         for row, figures in measured(loads, own, rounds, peers):
             found[row] = figures
-            values = figures.missing or f"{list(figures.ours)} {list(figures.theirs)}"
-            click.echo(f"{row.key}: {' | '.join(cells(row, figures)[2:])}  {values}", err=True)
+            values = f"{' | '.join(cells(row, figures)[2:])}  {list(figures.ours)} {list(figures.theirs)}"
+            click.echo(f"{row.key}: {figures.missing or values}", err=True)
             if path is not None:  # row by row: hours are not lost to whatever ends this
                 path.write_text(text(tables, command(names, only, rounds)))
     click.echo(text(tables, command(names, only, rounds)))
