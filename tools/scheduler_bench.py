@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import click
 import msgspec
 
 from actors.configuration import SchedulerConfiguration
@@ -97,9 +96,7 @@ def microseconds_per_step(num_running: int, num_steps: int = 100) -> float:
     return statistics.median(times) * 1e6
 
 
-@click.command()
 def main() -> None:
-    """CPU time of one decode step of the scheduler, planning and applying, with 64 to 4,096 requests running."""
     sizes = (64, 256, 1024, 4096)
     # In turn, several times, and the best: what the code costs, not what the neighbours cost.
     runs = [[microseconds_per_step(size) for size in sizes] for _ in range(3)]
