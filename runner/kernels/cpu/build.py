@@ -85,7 +85,11 @@ def _is_whole(library: Path) -> bool:
 def _compiler() -> list[str]:
     """The command, and the arguments that CXX gives it."""
     chosen = os.environ.get("CXX")
-    for command in [shlex.split(chosen)] if chosen else [[name] for name in _COMPILERS]:
+    try:
+        commands = [shlex.split(chosen)] if chosen else [[name] for name in _COMPILERS]
+    except ValueError as error:
+        raise BackendUnavailable(f"CXX={chosen} cannot be read: {error}; {_HELP}") from error
+    for command in commands:
         found = shutil.which(command[0]) if command else None
         if found is not None:
             return [found, *command[1:]]
@@ -125,12 +129,17 @@ def _build(compiler: list[str], work: Path) -> None:
     libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-pthread")
     _run([*compiler, "-shared", *objects, *libraries, "-o", str(work / _LIBRARY)])
     for path in objects:
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)
+    if not (work / _LIBRARY).exists():
+        raise BackendUnavailable(f"{shlex.join(compiler)} made no library. {_HELP}")
     (work / _WHOLE).write_text(file_sha256(work / _LIBRARY))
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:  # not a program of this machine, say
+        raise BackendUnavailable(f"{command[0]} cannot be run: {error.strerror or error}. {_HELP}") from error
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()[-1:]
         raise BackendUnavailable(f"{' '.join(command)} failed: {lines[0] if lines else result.returncode}. {_HELP}")

@@ -88,6 +88,24 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(compiler: Path, tmp_path
     assert build.built(tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "reason"),
+    [
+        ("no program\n", "", "cannot be run: Exec format error"),
+        ("#!/bin/sh\n", "", "made no library"),
+        ("#!/bin/sh\nprintf 'error: \\377' >&2; exit 1\n", "", "failed: error: \N{REPLACEMENT CHARACTER}"),
+        ("#!/bin/sh\n", ' "', "cannot be read: No closing quotation"),
+    ],
+)
+def test_what_is_no_compiler_is_named(
+    script: str, arguments: str, reason: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.write_text(script)
+    monkeypatch.setenv("CXX", f"{compiler}{arguments}")
+    with pytest.raises(BackendUnavailable, match=f"{compiler}.* {reason}.*install a C"):
+        build.built(tmp_path / "cache")
+
+
 @pytest.mark.parametrize("rest", ["", "libr", "librarx\n", None])
 def test_a_damaged_library_is_built_again(
     rest: str | None, compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
