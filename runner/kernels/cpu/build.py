@@ -2,7 +2,7 @@
 
 Every tier is in the library, so a cache that several machines share serves them all, those without a compiler too. The
 folder's name is a digest of sources and torch; whoever comes second waits for the first, and a library under its final
-name is whole.
+name is whole: its own digest lies beside it, because loading one that a crash or a copy cut off ends the process.
 `python -m runner.kernels.cpu.build` builds it ahead of the first start.
 """
 
@@ -25,10 +25,10 @@ import torch
 from actors.messages.errors import ConfigurationError
 from runner.device import available_cores
 from runner.kernels.errors import BackendUnavailable
-from runner.store.cache import appearing_folder, default_cache, locked, writable
+from runner.store.cache import appearing_folder, default_cache, file_sha256, locked, writable
 
 _FOLDER = Path(__file__).parent
-_LIBRARY = "kvyard_cpu.so"
+_LIBRARY, _WHOLE = "kvyard_cpu.so", "kvyard_cpu.sha256"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
 _TORCH_FILES = ("operators.cpp", "threads.cpp")  # the only ones that see torch's headers
 _FILES = ("tiers.cpp", "work.cpp", "weight_packer.cpp")
@@ -57,12 +57,14 @@ def built(cache: Path) -> Path:
         raise BackendUnavailable(f"they need torch 2.10 or newer, this is {torch.__version__}")
     final = cache / "kernels" / f"cpu-{_digest()}"
     library = final / _LIBRARY
-    if library.exists():
+    if _is_whole(library):
         return library
+    if library.exists():
+        logger.warning("%s is damaged, so the CPU kernels are built again", library)
     compiler = _compiler()
     try:
         with locked(cache, final.name), writable(cache):
-            if not library.exists():
+            if not _is_whole(library):
                 started = time.perf_counter()
                 logger.info("building the CPU kernels, once, with %s", shlex.join(compiler))
                 with appearing_folder(final) as work:
@@ -73,10 +75,21 @@ def built(cache: Path) -> Path:
     return library
 
 
+def _is_whole(library: Path) -> bool:
+    try:
+        return library.with_name(_WHOLE).read_text() == file_sha256(library)
+    except (OSError, ValueError):
+        return False
+
+
 def _compiler() -> list[str]:
     """The command, and the arguments that CXX gives it."""
     chosen = os.environ.get("CXX")
-    for command in [shlex.split(chosen)] if chosen else [[name] for name in _COMPILERS]:
+    try:
+        commands = [shlex.split(chosen)] if chosen else [[name] for name in _COMPILERS]
+    except ValueError as error:
+        raise BackendUnavailable(f"CXX={chosen} cannot be read: {error}; {_HELP}") from error
+    for command in commands:
         found = shutil.which(command[0]) if command else None
         if found is not None:
             return [found, *command[1:]]
@@ -116,11 +129,17 @@ def _build(compiler: list[str], work: Path) -> None:
     libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-pthread")
     _run([*compiler, "-shared", *objects, *libraries, "-o", str(work / _LIBRARY)])
     for path in objects:
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)
+    if not (work / _LIBRARY).exists():
+        raise BackendUnavailable(f"{shlex.join(compiler)} made no library. {_HELP}")
+    (work / _WHOLE).write_text(file_sha256(work / _LIBRARY))
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:  # not a program of this machine, say
+        raise BackendUnavailable(f"{command[0]} cannot be run: {error.strerror or error}. {_HELP}") from error
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()[-1:]
         raise BackendUnavailable(f"{' '.join(command)} failed: {lines[0] if lines else result.returncode}. {_HELP}")

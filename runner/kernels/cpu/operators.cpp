@@ -156,7 +156,7 @@ int64_t head_stride_of(const Tensor& tensor) {
 // `scales` of an int8 pool.
 Pool pool_of(const Tensor& pool, const std::optional<Tensor>& scales, const Tensor& like, int64_t layer) {
   using Type = torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(pool.dim() == 6 && pool.size(3) == 2 && head_stride_of(pool) > 0,
+  STD_TORCH_CHECK(pool.dim() == 6 && pool.size(1) > 0 && pool.size(3) == 2 && head_stride_of(pool) > 0,
                   "kvyard: the pool must be [blocks, kv_heads, layers, 2, block_size, head_size], heads dense");
   STD_TORCH_CHECK(pool.scalar_type() == (scales.has_value() ? Type::Char : like.scalar_type()),
                   "kvyard: the pool is of another dtype");
@@ -248,7 +248,8 @@ Tensor paged_attention(Tensor qkv, Tensor pool, Tensor block_tables, Tensor star
 Tensor pack_weight(Tensor weight) {
   STD_TORCH_CHECK(kernels_for(weight).multiply != nullptr, "kvyard: this CPU has no products of bfloat16");
   const Rows in = rows_of(weight, "weight");
-  STD_TORCH_CHECK(in.width % 8 == 0, "kvyard: the number of inputs is not a multiple of 8");
+  STD_TORCH_CHECK(in.count > 0, "kvyard: no outputs");
+  STD_TORCH_CHECK(in.width > 0 && in.width % 8 == 0, "kvyard: the number of inputs is not a multiple of 8");
   const WeightPacker packer(reinterpret_cast<const uint16_t*>(in.data), in.count, in.width, in.stride_bytes / 2);
   Tensor result = empty_vector(weight, packer.num_bytes(), aoti_torch_dtype_uint8());
   packer.write(static_cast<char*>(result.data_ptr()));
@@ -256,9 +257,12 @@ Tensor pack_weight(Tensor weight) {
 }
 
 PackedLayout layout_of(const Tensor& packed, int64_t outputs, int64_t inputs) {
-  const PackedLayout layout(outputs, inputs);
-  bool fits = packed.dim() == 1 && packed.is_contiguous() && packed.scalar_type() == torch::headeronly::ScalarType::Byte &&
-              outputs > 0 && inputs % 8 == 0 && packed.numel() >= layout.outliers;
+  // No more of either than the bytes can hold, whatever the other: so no size overflows.
+  const bool sizes = inputs > 0 && inputs % 8 == 0 && outputs > 0 &&
+                     outputs <= packed.numel() / kPackedFourBytes * kPanel && inputs <= packed.numel();
+  const PackedLayout layout(sizes ? outputs : 0, sizes ? inputs : 0);
+  bool fits = sizes && packed.dim() == 1 && packed.is_contiguous() && packed.scalar_type() == torch::headeronly::ScalarType::Byte &&
+              packed.numel() >= layout.outliers;
   if (fits) {
     const auto* first = reinterpret_cast<const int32_t*>(static_cast<const char*>(packed.data_ptr()) + layout.first_outliers);
     const int64_t outliers = first[(outputs + kPanel - 1) / kPanel];

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace kvyard {
@@ -44,7 +45,7 @@ class Team {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) function(context, chunk);
       return;
     }
-    for (; helpers_ < threads - 1; ++helpers_) start_helper();
+    while (helpers_ < threads - 1 && start_helper()) ++helpers_;
     function_ = function;
     context_ = context;
     places_ = threads - 1;
@@ -85,16 +86,23 @@ class Team {
     return number != 0 && number != last;
   }
 
-  void start_helper() {
+  // False when the system gives no thread: the caller and the helpers there are take its chunks.
+  bool start_helper() {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of whoever loaded us
-    std::thread helper([this] { help(); });
+    bool started = true;
+    try {
+      std::thread helper([this] { help(); });
 #ifdef __linux__
-    pthread_setname_np(helper.native_handle(), "kvyard-helper");
+      pthread_setname_np(helper.native_handle(), "kvyard-helper");
 #endif
-    helper.detach();
+      helper.detach();
+    } catch (const std::system_error&) {
+      started = false;
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return started;
   }
 
   void help() {

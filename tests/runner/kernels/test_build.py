@@ -46,7 +46,7 @@ def test_it_is_built_once(compiler: Path, tmp_path: Path) -> None:
     library = build.built(cache)
     once = calls(compiler)
     assert library.read_text() == "library\n"
-    assert [path.name for path in library.parent.iterdir()] == ["kvyard_cpu.so"]
+    assert sorted(path.name for path in library.parent.iterdir()) == ["kvyard_cpu.sha256", "kvyard_cpu.so"]
     assert once > 3
     assert build.built(cache) == library
     assert calls(compiler) == once
@@ -86,6 +86,50 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(compiler: Path, tmp_path
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
     (tmp_path / "broken").unlink()
     assert build.built(tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "reason"),
+    [
+        ("no program\n", "", "cannot be run: Exec format error"),
+        ("#!/bin/sh\n", "", "made no library"),
+        ("#!/bin/sh\nprintf 'error: \\377' >&2; exit 1\n", "", "failed: error: \N{REPLACEMENT CHARACTER}"),
+        ("#!/bin/sh\n", ' "', "cannot be read: No closing quotation"),
+    ],
+)
+def test_what_is_no_compiler_is_named(
+    script: str, arguments: str, reason: str, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.write_text(script)
+    monkeypatch.setenv("CXX", f"{compiler}{arguments}")
+    with pytest.raises(BackendUnavailable, match=f"{compiler}.* {reason}.*install a C"):
+        build.built(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("rest", ["", "libr", "librarx\n", None])
+def test_a_damaged_library_is_built_again(
+    rest: str | None, compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To load half a library is a SIGBUS: at every start, with nothing in the log."""
+    library = build.built(tmp_path / "cache")
+    once = calls(compiler)
+    if rest is None:
+        library.with_name("kvyard_cpu.sha256").unlink()
+    else:
+        library.write_text(rest)
+    assert build.built(tmp_path / "cache") == library
+    assert library.read_text() == "library\n"
+    assert calls(compiler) == 2 * once
+    assert f"{library} is damaged, so the CPU kernels are built again" in caplog.text
+
+
+def test_a_damaged_library_without_a_compiler_is_not_loaded(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.built(tmp_path / "cache").write_text("libr")
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    with pytest.raises(BackendUnavailable, match=r"no C\+\+ compiler"):
+        build.built(tmp_path / "cache")
 
 
 def test_without_a_compiler_torch_computes(

@@ -228,6 +228,24 @@ def test_no_row_beyond_a_packed_matrix_is_looked_up(wrong: int, native: CpuKerne
             OPERATORS.packed_embedding(torch.tensor([wrong]), OPERATORS.pack_weight(weight), 5, weight[0])
 
 
+def test_sizes_that_no_packed_matrix_has(native: CpuKernels) -> None:
+    """Of none and of more than there can be: 2^60 outputs of 16 inputs are 0 bytes, counted in 64 bits."""
+    if native.tier not in PRODUCTS:
+        return
+    rows = torch.ones(1, 16, dtype=torch.bfloat16)
+    packed = OPERATORS.pack_weight(rows)
+    for outputs in (-1, 0, 17, 1 << 60, (1 << 60) - 16, 1 << 62):
+        with pytest.raises(RuntimeError, match="the packed weight does not fit"):
+            OPERATORS.packed_linear(rows, packed, outputs)
+        with pytest.raises(RuntimeError, match="the packed weight does not fit"):
+            OPERATORS.packed_embedding(torch.tensor([outputs - 1]), packed, outputs, rows[0])
+    with pytest.raises(RuntimeError, match="the packed weight does not fit"):
+        OPERATORS.packed_linear(rows[:, :0], packed, 1)
+    for empty, reason in ((rows[:, :0], "not a multiple of 8"), (rows[:0], "no outputs")):
+        with pytest.raises(RuntimeError, match=reason):
+            OPERATORS.pack_weight(empty)
+
+
 def test_norm_of_zeros_is_zero(tier: str) -> None:
     assert not OPERATORS.add_rms_norm(torch.zeros(2, 20), None, torch.ones(20), 1e-5).any()
 
@@ -329,6 +347,8 @@ def test_what_does_not_fit_is_refused(native: object) -> None:
             rotate(given.qkv, given.angles, given.positions, pool, stored, 1)
     with pytest.raises(RuntimeError, match="there is no layer 2"):
         attention(qkv, pool, tables, starts, contexts, 2, scale)
+    with pytest.raises(RuntimeError, match="the pool must be"):
+        attention(qkv, pool[:, :0], tables, starts, contexts, layer, scale)
     with pytest.raises(RuntimeError, match="another dtype"):
         attention(qkv, given.pool.bfloat16(), tables, starts, contexts, layer, scale)
     with pytest.raises(RuntimeError, match="only float32 and bfloat16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -73,6 +74,34 @@ before = time.process_time()
 time.sleep(0.5)
 print(helpers, time.process_time() - before)
 """
+
+
+NO_MORE_THREADS = """
+#include <errno.h>
+#include <pthread.h>
+int pthread_create(pthread_t* t, const pthread_attr_t* a, void* (*f)(void*), void* x) { return EAGAIN; }
+"""
+
+
+def test_without_a_thread_to_be_had_the_caller_does_it_all(native: CpuKernels, tmp_path: Path) -> None:
+    """As in a container at its limit of processes. Signals, blocked while a helper starts, come through again."""
+    source, library = tmp_path / "none.c", tmp_path / "none.so"
+    source.write_text(NO_MORE_THREADS)
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    code = """
+import signal, torch
+from runner.device import Device
+from runner.kernels.cpu.backend import load
+load(Device("cpu", "float32", 1))
+gate_up = torch.full((300, 3072), 2.0)
+torch.set_num_threads(2)
+activated = torch.ops.kvyard.swiglu(gate_up)
+torch.set_num_threads(1)
+print(bool((activated == activated[0, 0]).all()), len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+"""
+    environment = os.environ | {"LD_PRELOAD": str(library), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "True 0\n"
 
 
 def test_helpers_sleep_when_there_is_nothing_to_do(native: CpuKernels) -> None:
