@@ -30,7 +30,7 @@ from runner.store.cache import appearing_folder, default_cache, file_sha256, loc
 _FOLDER = Path(__file__).parent
 _LIBRARY, _WHOLE = "kvyard_cpu.so", "kvyard_cpu.sha256"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
-_TORCH_FILES = ("operators.cpp", "threads.cpp")  # the only ones that see torch's headers
+_TORCH_FILES = ("operators.cpp", "product_operators.cpp", "threads.cpp")  # the only ones that see torch's headers
 _FILES = ("tiers.cpp", "work.cpp", "weight_packer.cpp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")  # no CPU has the first without the others
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
