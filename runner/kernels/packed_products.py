@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import runner.kernels.operators  # noqa: F401  (defines torch.ops.kvyard)
@@ -11,49 +13,34 @@ from runner.kernels.packed_dense import PackedDense
 
 
 def linear(weight: PackedMatrix | PackedDense, to_float32: bool) -> Linear:
+    arguments: tuple[Any, ...]
     if isinstance(weight, PackedDense):
-        return _dense_linear(weight, to_float32)
-    multiply = torch.ops.kvyard.quantized_linear.default
-    panels, outputs, form = weight.panels, weight.outputs, (weight.bits, weight.group, weight.has_minima)
-
-    def quantized_linear(x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = multiply(x, panels, outputs, *form, to_float32)
-        return product
-
-    return quantized_linear
-
-
-def embedding(weight: PackedMatrix | PackedDense, device: Device) -> Embedding:
-    like = torch.empty(weight.inputs, dtype=device.dtype, device=device.torch)
-    if isinstance(weight, PackedDense):
-        return _dense_embedding(weight, like)
-    look_up = torch.ops.kvyard.quantized_embedding.default
-    panels, form = weight.panels, (weight.bits, weight.group, weight.has_minima)
-
-    def quantized_embedding(token_ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = look_up(token_ids, panels, like, *form)
-        return rows
-
-    return quantized_embedding
-
-
-def _dense_linear(weight: PackedDense, to_float32: bool) -> Linear:
-    multiply = torch.ops.kvyard.packed_linear.default
-    packed, outputs = weight.packed, weight.outputs
+        multiply, arguments = torch.ops.kvyard.packed_linear.default, (weight.packed, weight.outputs, to_float32)
+    else:
+        multiply = torch.ops.kvyard.quantized_linear.default
+        arguments = weight.panels, weight.outputs, *_form(weight), to_float32
 
     def packed_linear(x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = multiply(x, packed, outputs, to_float32)
+        product: torch.Tensor = multiply(x, *arguments)
         return product
 
     return packed_linear
 
 
-def _dense_embedding(weight: PackedDense, like: torch.Tensor) -> Embedding:
-    look_up = torch.ops.kvyard.packed_embedding.default
-    packed, outputs = weight.packed, weight.outputs
+def embedding(weight: PackedMatrix | PackedDense, device: Device) -> Embedding:
+    like = torch.empty(weight.inputs, dtype=device.dtype, device=device.torch)
+    arguments: tuple[Any, ...]
+    if isinstance(weight, PackedDense):
+        look_up, arguments = torch.ops.kvyard.packed_embedding.default, (weight.packed, weight.outputs, like)
+    else:
+        look_up, arguments = torch.ops.kvyard.quantized_embedding.default, (weight.panels, like, *_form(weight))
 
     def packed_embedding(token_ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = look_up(token_ids, packed, outputs, like)
+        rows: torch.Tensor = look_up(token_ids, *arguments)
         return rows
 
     return packed_embedding
+
+
+def _form(weight: PackedMatrix) -> tuple[int, int, bool]:
+    return weight.bits, weight.group, weight.has_minima
