@@ -10,75 +10,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from actors.configuration import SchedulerConfiguration
-from actors.messages.plan import StepPlan, StepResult
-from actors.messages.transfer import BlocksLanded, BlocksSent, GrantLease, LeaseGranted, LoadBlocks
+from actors.messages.plan import StepPlan
+from actors.messages.transfer import BlocksSent, GrantLease, LeaseGranted
 from actors.scheduling.recorded import RecordedCore
 from actors.scheduling.records import EffectsTaken, Header, Planned, Record, RequestNote, StepNote
 from actors.step_log.reader import read
-from actors.step_log.writer import StepLog
 from tests.scheduling.builders import request_of, result_of, ticket_of
-from tests.scheduling.recorded_runs import header_of, random_run
+from tests.scheduling.recorded_runs import random_run
+from tests.tools.step_table.logs import CONFIG, normal, run, two_requests, with_stages, write
 from tools.step_table.log import WatchedReplay, steps_of_log
 from tools.step_table.timeline import Follower
 from tools.step_table.timeline_text import ranges
-from tools.steps import steps
-
-CONFIG = SchedulerConfiguration(usable_blocks=6, block_size=4, kv_connector=True, prefix_caching=True)
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(steps, arguments)
-    return result.exit_code, result.stdout, result.stderr
-
-
-def write(path: Path, records: list[Record], config: SchedulerConfiguration = CONFIG, *, whole: bool = True) -> Path:
-    step_log = StepLog.open(str(path), header_of(config))
-    for record in records:
-        step_log.write(record)
-        step_log.flush()
-    if whole:
-        step_log.close()
-    return path
-
-
-def with_stages(result: StepResult) -> StepResult:
-    """A result that took 6 ms to compute and 1 ms to sample."""
-    return msgspec.structs.replace(result, execute_s=0.006, sample_s=0.001)
-
-
-def two_requests() -> list[Record]:
-    """`first` computes 9 tokens in 3 of 6 blocks and generates 3; `second` loads 8 of its 9 and needs 3 blocks, too.
-
-    Each step: planned at its second, 1 ms to plan, dispatched, 10 ms until it returns, 2 ms until published.
-    """
-    records: list[Record] = []
-    core = RecordedCore(CONFIG, records.append)
-    records.append(RequestNote("first", 0.25))
-    core.add(request_of("first", 9, max_tokens=3, arrival=0.125), 0.5)
-    records.append(RequestNote("second", 0.625))
-    core.add(request_of("second", 9, first=100, max_tokens=2, arrival=0.5, ticket=ticket_of(8, 100)), 0.75)
-
-    def step(now: float) -> None:
-        plan = core.schedule(now)
-        orders = [effect for effect in core.take_effects() if isinstance(effect, LoadBlocks)]
-        if plan.request_ids:
-            core.apply(with_stages(result_of(plan)), now + 0.011)
-            core.take_effects()
-            records.append(StepNote(plan.step, 0.001, now + 0.001, now + 0.011, now + 0.013))
-        for order in orders:
-            core.apply(BlocksLanded(order.request_id, order.generation, 4096, 0.25), now + 0.5)
-
-    for now in (1.0, 2.0, 3.0, 4.0):
-        step(now)
-    assert core.live_request_ids() == []
-    return records
-
-
-def normal(line: str) -> str:
-    return " ".join(line.split())
 
 
 def test_the_table_of_a_log(tmp_path: Path) -> None:
@@ -302,47 +245,6 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         code, out, error = run(*flags)
         assert (code, out) == (2, "")
         assert says in error
-
-
-def traced(path: Path, **trace_ids: str) -> str:
-    """A log of requests that were computed one after the other, each with its X-Request-ID."""
-    records: list[Record] = []
-    core = RecordedCore(CONFIG, records.append)
-    for second, (name, trace_id) in enumerate(trace_ids.items()):
-        records.append(RequestNote(name, second, trace_id))
-        core.add(request_of(name, 4, max_tokens=1), second)
-        core.apply(result_of(core.schedule(second)), second + 0.5)
-        core.take_effects()
-    return str(write(path, records))
-
-
-def test_a_request_is_found_by_the_id_that_its_client_knows(tmp_path: Path) -> None:
-    """The same X-Request-ID, in the prefill engine's log and in the decode engine's."""
-    prefill = traced(tmp_path / "prefill", one="other", two="mine-7", three="")
-    decode = traced(tmp_path / "decode", four="mine-7", five="mine-8")
-    for log, request_id in ((prefill, "two"), (decode, "four")):
-        code, out, error = run("--log", log, "--request", "mine-7")
-        assert (code, error) == (0, "")
-        assert out.startswith(f"request {request_id} (X-Request-ID mine-7) in both-0 (epoch 1)\n")
-    assert run("--log", prefill, "--request", "mine")[1] == run("--log", prefill, "--request", "two")[1]
-    assert run("--log", prefill, "--request", "three")[1].startswith("request three in both-0")
-    assert run("--log", decode, "--request", "mine") == (
-        2,
-        "",
-        f"kvyard steps: {decode}: 'mine' is the beginning of 2 ids: four (mine-7), five (mine-8)\n",
-    )
-
-
-def test_an_x_request_id_that_several_requests_have_names_them(tmp_path: Path) -> None:
-    """A client that sends the same one twice; one that is another's beginning is still its own."""
-    log = traced(tmp_path / "log", one="same", two="same", three="same-but-longer", mine="two")
-    assert run("--log", log, "--request", "same") == (
-        2,
-        "",
-        f"kvyard steps: {log}: 'same' is the X-Request-ID of 2 requests: one, two\n",
-    )
-    assert run("--log", log, "--request", "two")[1].startswith("request two (X-Request-ID same)"), "ids go first"
-    assert run("--log", log, "--request", "same-")[1].startswith("request three (X-Request-ID same-but-longer)")
 
 
 def leased(path: Path, *, plans_while_granting: bool) -> str:
